@@ -4,9 +4,9 @@ A state of a query row is the softmax-weighted mean of the values seen (O) and t
 exponentiated scores (LSE). Merging two states of disjoint keys gives the state of all of them (Milakov and
 Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022).
 
-The form is the shift by the larger LSE with one division, the most accurate of those in use. A term of zero weight is selected
-away and not multiplied, so that what an empty state holds never matters (0 * NaN is NaN), and two empty states give
-an empty state, where the usual formulas give NaN.
+The form is the shift by the larger LSE with one division, the most accurate of those in use. A term of zero weight is
+selected away and not multiplied, so that what an empty state holds never matters (0 * NaN is NaN), and two empty states
+give an empty state, where the usual formulas give NaN.
 """
 
 import torch

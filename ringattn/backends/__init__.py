@@ -31,8 +31,7 @@ class Problem:
         scale: factor of q @ k.
         softcap: scores become `softcap * tanh(score / softcap)` after scaling; 0.0 leaves them alone.
         first: out and lse (in backward dq) hold nothing yet: every row is written, rows without tiles as
-            (0, -inf) or 0.
-            Otherwise they are merged into (dq: added to).
+            (0, -inf) or 0. Otherwise they are merged into (dq: added to).
         first_kv: dk and dv hold nothing yet: every row is written, rows without tiles as 0. Otherwise they are
             added to.
     """
