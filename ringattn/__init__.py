@@ -1,1 +1,16 @@
 """Exact attention over one sequence that lives on many GPUs, and exact sampling over one vocabulary that does."""
+
+from ringattn.attention import attention, ring_attention
+from ringattn.mask import CAUSAL, FULL, Band, window
+from ringattn.merge import merge, merge_states
+
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "Band",
+    "attention",
+    "merge",
+    "merge_states",
+    "ring_attention",
+    "window",
+]

@@ -62,16 +62,14 @@ def where_empty(total: Tensor, value: float) -> Tensor:
     return torch.where(total == 0, value, total)
 
 
-def row_delta(do: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+def row_delta(do: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     """`rowsum(do * out) - dlse`, the row term of the softmax gradient.
 
     Args:
         do, out: (..., M, Dv), gradient and value of the final output.
-        dlse: (..., M), gradient of the final LSE, or None. Since dLSE/dscore is the probability, it enters here alone.
-        dtype: of the sum; float32, or float64 for float64 inputs.
+        dlse: (..., M), gradient of the final LSE. Since dLSE/dscore is the probability, it enters here alone.
 
     Returns:
-        (..., M).
+        (..., M), in float32, or float64 for float64 inputs.
     """
-    delta = (do.to(dtype) * out.to(dtype)).sum(dim=-1)
-    return delta if dlse is None else delta.sub_(dlse)
+    return (do.to(dlse.dtype) * out.to(dlse.dtype)).sum(dim=-1).sub_(dlse)

@@ -1,0 +1,332 @@
+"""`ring_attention` and `attention`: check the arguments on all ranks, choose a backend, and call the custom op.
+
+`attention` is the ring in a world of one, which sends nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.comm import NEEDS, OFF, ON, TRANSPORTS, VALIDATE, Comm, Group, Terms, get_comm, group_name
+from ringattn.layout import layout_name, shard_sizes
+from ringattn.mask import FULL, Band, as_band
+from ringattn.ops import Options, load_backend, run_attention
+from ringattn.schedule import schedule_name
+
+BACKENDS = {"cuda": ("triton", "reference"), "cpu": ("cpu", "reference")}
+"""Backends by device type, the preferred one first; each is the module of that name in `ringattn.backends`."""
+
+FORMATS = ("bhsd", "bshd")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+REPLACED = {
+    "is_causal": "mask='causal'",
+    "causal": "mask='causal'",
+    "attn_mask": "mask= with a band of lags: 'full', 'causal' or window(left, right)",
+    "window_size": "mask=window(left, right)",
+    "softmax_scale": "scale=",
+    "enable_gqa": "nothing: grouped heads are seen from the shapes",
+    "dropout_p": "nothing: dropout on attention weights is not supported",
+}
+"""Keywords of other libraries, and what takes their place."""
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    group: Group = None,
+    layout: str = "contiguous",
+    mask: Band | str = FULL,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    schedule: str = "ring",
+    transport: str | None = None,
+    backend: str | None = None,
+    grad_dtype: torch.dtype = torch.float32,
+    qkv_format: str = "bhsd",
+    validate: str | None = None,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over one sequence that is sharded over the ranks of a group.
+
+    Every rank calls it with its shard, and gets the attention of its queries over the keys of all ranks. Keys and
+    values move between ranks while blocks that have arrived are computed, and partial results merge by their
+    log-sum-exp (Liu et al., Ring Attention, 2023, arXiv 2310.01889; Dao, FlashAttention-2, 2023, arXiv 2307.08691).
+    Differentiable, also through the LSE; the backward pass communicates, so all ranks must run it.
+
+    Args:
+        query: (B, H, S, D), this rank's queries in the order of the layout, any strides.
+        key: (B, G, S, D); G divides H, and K/V head g serves query heads g * H / G onwards.
+        value: (B, G, S, Dv).
+        group: ProcessGroup or one-dimensional DeviceMesh; None is the default group, or a world of one without any.
+        layout: how the sequence is sharded: "contiguous", "zigzag" (or "headtail") or "striped".
+        mask: a `Band` of lags or its name: "full", "causal", `window(left, right)`; in global positions.
+        seq_len: tokens of the whole sequence; None means that all shards are equal.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them alone.
+        schedule: "ring" (O(S / N) memory) or "all_gather" (O(S) memory, one exchange).
+        transport: "p2p", or "host" (through host memory over gloo); None chooses by device and group.
+        backend: "triton", "cpu" or "reference"; None takes the first that can.
+        grad_dtype: dtype in which gradients of keys and values travel. They are summed in float32 (float64 for
+            float64 inputs) whatever it is; float32 means the dtype of the sum.
+        qkv_format: "bhsd", or "bshd" for (B, S, H, D) tensors, which are read and written without a copy.
+        validate: "always" compares options over the ranks before every call, "sampled" before some; None is "always",
+            on NCCL "sampled".
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        (B, H, S, Dv) in query's dtype, or (B, S, H, Dv) for "bshd". With `return_lse`, also (B, H, S) in float32
+        (float64 for float64 inputs), the natural logarithm, -inf for a query that sees no key.
+
+    Raises:
+        ValueError: on every rank, for shapes, dtypes, devices, names or lengths that do not fit, and for ranks that
+            disagree on them.
+        NotImplementedError: on every rank, for what other libraries do and this one does not.
+
+    Example:
+        >>> q, k, v = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 16, 8)
+        >>> ring_attention(q, k, v, layout="zigzag", mask="causal").shape
+        torch.Size([1, 4, 16, 8])
+    """
+    return _attend(
+        (query, key, value),
+        group_name(group),
+        unknown,
+        layout=layout,
+        mask=mask,
+        seq_len=seq_len,
+        scale=scale,
+        softcap=softcap,
+        schedule=schedule,
+        transport=transport,
+        backend=backend,
+        grad_dtype=grad_dtype,
+        qkv_format=qkv_format,
+        validate=validate,
+        return_lse=return_lse,
+    )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Band | str = FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+    qkv_format: str = "bhsd",
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention on one device, by the kernels that `ring_attention` runs: what a ring is compared with.
+
+    Args:
+        query, key, value, mask, scale, softcap, backend, qkv_format, return_lse: as in `ring_attention`.
+
+    Returns:
+        As `ring_attention` in a world of one.
+
+    Raises:
+        ValueError, NotImplementedError: as `ring_attention`.
+
+    Example:
+        >>> q = torch.randn(1, 2, 16, 8)
+        >>> out, lse = attention(q, q, q, mask="causal", return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 2, 16, 8]), torch.Size([1, 2, 16]))
+    """
+    return _attend(
+        (query, key, value),
+        "",
+        unknown,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        backend=backend,
+        qkv_format=qkv_format,
+        return_lse=return_lse,
+    )
+
+
+def _attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    group: str,
+    unknown: dict[str, Any],
+    *,
+    qkv_format: str,
+    return_lse: bool,
+    **settings: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check the arguments; let the other ranks know if they are wrong; run the op."""
+    comm = get_comm(group) if group else None
+    grad = _grad_state(qkv)
+    try:
+        query, key, value = _check_tensors(qkv, qkv_format, unknown)
+        options = _check_options(query, key, value, comm, group=group, bshd=qkv_format == "bshd", **settings)
+    except (ValueError, NotImplementedError) as error:
+        validate = settings.get("validate")
+        if comm is not None and comm.due(validate if validate in VALIDATE else ""):
+            comm.agree(Terms(grad=grad), error)
+        raise
+    agreed = False
+    if comm is not None and grad == ON and not torch.compiler.is_compiling():
+        # Nothing here requires a gradient, but if something on another rank does, the ring runs backward on all.
+        agreed = True
+        if comm.due(options.validate) and comm.agree(options.terms(query, key, value, grad)):
+            query = query.detach().requires_grad_()
+    out, lse = run_attention(query, key, value, grad, agreed, *options)
+    out = out.transpose(1, 2) if options.bshd else out
+    return (out, lse) if return_lse else out
+
+
+def _grad_state(tensors: Sequence[Any]) -> int:
+    if not torch.is_grad_enabled():
+        return OFF
+    return NEEDS if any(isinstance(x, Tensor) and x.requires_grad for x in tensors) else ON
+
+
+def _check_tensors(
+    qkv: tuple[Tensor, Tensor, Tensor], qkv_format: str, unknown: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors as (B, H, S, D) views, if they fit one another."""
+    for name in unknown:
+        if name in REPLACED:
+            raise NotImplementedError(f"{name}={unknown[name]!r} is not taken; use {REPLACED[name]}")
+        raise ValueError(f"unknown keyword {name!r} ({unknown[name]!r})")
+    _one_of("qkv_format", qkv_format, FORMATS)
+    for name, x in zip(("query", "key", "value"), qkv, strict=True):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor of four dimensions ({qkv_format}), got {what}")
+    query, key, value = _autocast(qkv)
+    if len({x.dtype for x in (query, key, value)}) > 1 or query.dtype not in DTYPES:
+        raise ValueError(
+            f"query, key and value must have one dtype of {', '.join(map(str, DTYPES))}; got {query.dtype}, "
+            f"{key.dtype}, {value.dtype}"
+        )
+    if len({x.device for x in (query, key, value)}) > 1:
+        raise ValueError(
+            f"query, key and value must be on one device, got {query.device}, {key.device}, {value.device}"
+        )
+    if qkv_format == "bshd":
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    (batch, heads, tokens, dim), groups = query.shape, key.shape[1]
+    if key.shape != (batch, groups, tokens, dim) or value.shape[:3] != (batch, groups, tokens) or not dim:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(
+            f"need query (B, H, S, D), key (B, G, S, D), value (B, G, S, Dv) with D > 0; got (bhsd) {shapes}"
+        )
+    if not groups or heads % groups:
+        raise ValueError(
+            f"the number of query heads must be a multiple of that of key heads, got H={heads}, G={groups}"
+        )
+    return query, key, value
+
+
+def _autocast(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in autocast's dtype, if autocast is on for their device; float64 is left alone, as torch does."""
+    device = qkv[0].device.type
+    if not torch.is_autocast_enabled(device) or any(x.dtype == torch.float64 for x in qkv):
+        return qkv
+    query, key, value = (x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x for x in qkv)
+    return query, key, value
+
+
+def _check_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    comm: Comm | None,
+    *,
+    mask: Band | str,
+    scale: float | None,
+    softcap: float | None,
+    backend: str | None,
+    bshd: bool,
+    group: str,
+    layout: str = "contiguous",
+    seq_len: int | None = None,
+    schedule: str = "ring",
+    transport: str | None = None,
+    grad_dtype: torch.dtype = torch.float32,
+    validate: str | None = None,
+) -> Options:
+    """The settings of a call, each checked."""
+    band = as_band(mask)
+    softcap = 0.0 if softcap is None else _number("softcap", softcap)
+    return Options(
+        layout=layout_name(layout),
+        lo=band.lo,
+        hi=band.hi,
+        lengths=_lengths(query.shape[2], layout, seq_len, comm),
+        scale=1 / math.sqrt(query.shape[3]) if scale is None else _number("scale", scale),
+        softcap=softcap,
+        schedule=schedule_name(schedule),
+        transport=_one_of("transport", transport, (None, *TRANSPORTS)) or "",
+        backend=choose_backend(backend, query, key, value, softcap),
+        grad_dtype=_one_of("grad_dtype", grad_dtype, GRAD_DTYPES),
+        bshd=bshd,
+        group=group,
+        validate=_one_of("validate", validate, (None, *VALIDATE)) or "",
+    )
+
+
+def _one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+    return float(value)
+
+
+def _lengths(tokens: int, layout: str, seq_len: int | None, comm: Comm | None) -> tuple[int, ...]:
+    """The lengths of documents over all ranks, if this rank holds what the layout deals it."""
+    rank, world = (comm.rank, comm.world) if comm else (0, 1)
+    if seq_len is None:
+        return (tokens * world,)
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
+        raise ValueError(f"seq_len must be a non-negative int, got {seq_len!r}")
+    dealt = shard_sizes(layout_name(layout), (seq_len,), world)[rank]
+    if dealt != tokens:
+        raise ValueError(
+            f"rank {rank} of {world} holds {dealt} tokens of seq_len={seq_len} in layout {layout!r}, got {tokens}"
+        )
+    return (seq_len,)
+
+
+def choose_backend(name: str | None, q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> str:
+    """The backend that answers a call: the one asked for, or the first of the device's that takes these tensors.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot take these tensors, with the reason. It never falls back.
+    """
+    preferred = BACKENDS.get(q.device.type, ("reference",))
+    names = sorted({other for others in BACKENDS.values() for other in others})
+    if name is not None:
+        _one_of("backend", name, (None, *names))
+        reason = _refusal(name, q, k, v, softcap)
+        if reason:
+            raise ValueError(f"backend {name!r} cannot take this: {reason}; choose one of {', '.join(names)}, or None")
+        return name
+    return next(other for other in preferred if _refusal(other, q, k, v, softcap) is None)
+
+
+def _refusal(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> str | None:
+    try:
+        return load_backend(name).refusal(q, k, v, softcap)
+    except ImportError as error:
+        return str(error)

@@ -1,0 +1,368 @@
+"""Everything between ranks: process groups, buffers, agreement before a call, and the transports that move blocks.
+
+There is one `Comm` per process group, made on first use by all of its ranks together and dropped with the group. A
+transport is two functions, `post(sends, recvs)` and `wait(pending)`; between them the caller computes.
+"""
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+logger = logging.getLogger(__name__)
+
+Group = ProcessGroup | DeviceMesh | None
+Messages = Sequence[tuple[Tensor, int]]
+"""Contiguous tensors with the ring rank at the other end, in the same order on both sides."""
+
+TRANSPORTS = ("p2p", "host")
+"""Names of the transports between processes."""
+
+VALIDATE = ("always", "sampled")
+SAMPLED_FIRST, SAMPLED_EVERY = 8, 1024
+"""`validate="sampled"` agrees on the first calls of a group and then on every 1024th: the same calls on every rank."""
+
+
+class Transport(Protocol):
+    """Moves blocks between ranks; counts what it sends."""
+
+    sent_bytes: int
+
+    def post(self, sends: Messages, recvs: Messages) -> Any:
+        """Start all transfers of a step and return a token for `wait`."""
+
+    def wait(self, pending: Any) -> None:
+        """Return once received tensors may be read and sent ones overwritten; on CUDA, by later work of this stream."""
+
+
+def resolve_group(group: Group) -> ProcessGroup | None:
+    """The process group that a caller means, or None for a world of one.
+
+    Args:
+        group: a ProcessGroup that this rank is in, a one-dimensional DeviceMesh, or None for the default group if
+            torch.distributed is initialised and a world of one otherwise.
+
+    Raises:
+        ValueError: a mesh of several dimensions, a group without this rank or one that was destroyed.
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a one-dimensional mesh, got {group}; pass a slice such as mesh['cp']")
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        what = (
+            "this rank is not in it" if group is dist.GroupMember.NON_GROUP_MEMBER else "no ProcessGroup or DeviceMesh"
+        )
+        raise ValueError(f"cannot use group {group!r}: {what}")
+    _check_alive(group.group_name)
+    return group
+
+
+def group_name(group: Group) -> str:
+    """The name by which custom ops know a group; "" for a world of one."""
+    resolved = resolve_group(group)
+    return "" if resolved is None else resolved.group_name
+
+
+def _check_alive(name: str) -> ProcessGroup:
+    try:
+        return _resolve_process_group(name)
+    except RuntimeError as error:
+        raise ValueError(f"process group {name!r} is not there any more: was it destroyed?") from error
+
+
+_comms: dict[str, "Comm"] = {}
+
+
+def get_comm(name: str) -> "Comm":
+    """The Comm of a group; all ranks of the group make it together, on first use."""
+    group = _check_alive(name)
+    comm = _comms.get(name)
+    if comm is None or comm.group is not group:
+        for stale in [other for other, old in _comms.items() if not old.alive()]:
+            del _comms[stale]
+        comm = _comms[name] = Comm(group)
+    return comm
+
+
+class Comm:
+    """State of one process group: its control group, transports and buffers.
+
+    Attributes:
+        group: the caller's group.
+        ranks: its global ranks; position in it is the ring rank.
+        rank, world: this process's ring rank, and the number of ranks.
+        control: a private gloo group for agreement, also the data group of transports over gloo.
+        calls: how many calls were started, the same on every rank.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.world = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.calls = 0
+        self.buffers = Buffers()
+        self.control = self._private_group("gloo")
+        self._transports: dict[tuple[str, torch.device], Transport] = {}
+
+    def alive(self) -> bool:
+        """Whether the caller's group still exists."""
+        try:
+            return _check_alive(self.group.group_name) is self.group
+        except ValueError:
+            return False
+
+    def _private_group(self, backend: str) -> ProcessGroup:
+        return dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, group_desc="ringattn")
+
+    def default_transport(self, device: torch.device) -> str:
+        """ "host" where the caller's group cannot move tensors of this device between its ranks, "p2p" otherwise."""
+        if device.type != "cuda" or _backend_for(self.group, device) == "nccl":
+            return "p2p"
+        return "host"
+
+    def transport(self, name: str | None, device: torch.device) -> Transport:
+        """The transport of that name for tensors on that device; all ranks must ask for it together the first time."""
+        chosen = name or self.default_transport(device)
+        if (chosen, device) not in self._transports:
+            if chosen == "host":
+                logger.info("ranks %s exchange %s tensors through host memory", self.ranks, device.type)
+                made: Transport = HostStaged(self.control, self.ranks)
+            else:
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                data = self._private_group(backend) if backend != "gloo" else self.control
+                made = P2P(data, self.ranks)
+            self._transports[chosen, device] = made
+        return self._transports[chosen, device]
+
+    def due(self, validate: str = "") -> bool:
+        """Count a call, and say whether its ranks must agree first.
+
+        Args:
+            validate: "always", "sampled", or "" for always, except where blocks travel over NCCL.
+        """
+        call, self.calls = self.calls, self.calls + 1
+        if not validate:
+            validate = "sampled" if "nccl" in str(dist.get_backend(self.group)) else "always"
+        return validate == "always" or call < SAMPLED_FIRST or call % SAMPLED_EVERY == 0
+
+    def agree(self, terms: "Terms", error: Exception | None = None) -> bool:
+        """All ranks compare what they are about to do, before any block moves.
+
+        Args:
+            terms: what this rank is about to do.
+            error: why this rank cannot; every rank then raises it.
+
+        Returns:
+            Whether any rank needs gradients.
+
+        Raises:
+            ValueError: the ranks disagree; names the term and what each rank said.
+            ValueError, NotImplementedError: a rank's own error, on every rank.
+        """
+        record = torch.tensor([0 if error is None else 1, terms.fingerprint(), terms.grad], dtype=torch.int64)
+        records = torch.empty(self.world * len(record), dtype=torch.int64)
+        gather_into(records, record, self.control)
+        failed, fingerprints, grads = records.view(self.world, -1).unbind(dim=1)
+        if failed.any() or (fingerprints != fingerprints[0]).any() or (grads.max() == NEEDS and grads.min() == OFF):
+            self._explain(terms, error)
+        return bool((grads == NEEDS).any())
+
+    def _explain(self, terms: "Terms", error: Exception | None) -> None:
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(
+            said, (terms.terms, terms.grad, error and (type(error).__name__, str(error))), self.control
+        )
+        by_rank = dict(zip(sorted(self.ranks), said, strict=True))
+        answers = [by_rank[rank] for rank in self.ranks]
+        for rank, (_, _, failure) in enumerate(answers):
+            if failure:
+                if error is not None:
+                    raise error
+                kind = NotImplementedError if failure[0] == "NotImplementedError" else ValueError
+                raise kind(f"rank {rank}: {failure[1]}")
+        if len({grad for _, grad, _ in answers}) > 1 and len({str(said) for said, _, _ in answers}) == 1:
+            off = [rank for rank, (_, grad, _) in enumerate(answers) if grad == OFF]
+            raise ValueError(f"ranks {off} run without gradients (torch.no_grad) where others need them")
+        differing = [key for key in answers[0][0] if len({str(said.get(key)) for said, _, _ in answers}) > 1]
+        lines = [
+            f"{key}: " + ", ".join(f"rank {rank} has {said.get(key)!r}" for rank, (said, _, _) in enumerate(answers))
+            for key in differing
+        ]
+        raise ValueError("ranks disagree on " + "; ".join(lines))
+
+
+OFF, ON, NEEDS = 0, 1, 2
+"""Gradients on a rank: grad mode is off, it is on but nothing here requires any, or they are required."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a rank is about to do: everything that must be equal on all ranks, by name, and its need of gradients."""
+
+    terms: dict[str, Any] = field(default_factory=dict)
+    grad: int = OFF
+
+    def fingerprint(self) -> int:
+        """63 bits that are equal for equal terms."""
+        digest = hashlib.blake2b(repr(sorted(self.terms.items())).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+def gather_into(output: Tensor, part: Tensor, group: ProcessGroup) -> None:
+    """All-gather equal parts into one tensor, under the name that this version of torch gives the call."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(output, part, group=group)
+
+
+def _backend_for(group: ProcessGroup, device: torch.device) -> str | None:
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return None
+
+
+class Buffers:
+    """Flat buffers that grow, leased for the length of a call and kept between calls.
+
+    Two calls in flight get different buffers. On CUDA a buffer is reused by the stream that gave it back alone, so that
+    stream order protects it.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[Tensor]] = {}
+
+    @contextmanager
+    def lease(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[list[Tensor]]:
+        """`number` one-dimensional tensors of `numel` elements; what they hold is undefined."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        free = self._free.setdefault((dtype, device, stream), [])
+        whole = [self._take(free, numel, dtype, device) for _ in range(number)]
+        try:
+            yield [buffer[:numel] for buffer in whole]
+        finally:
+            free.extend(whole)
+
+    @staticmethod
+    def _take(free: list[Tensor], numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        for index, buffer in enumerate(free):
+            if buffer.numel() >= numel:
+                return free.pop(index)
+        if free:
+            free.pop()  # too small for what is asked now: the new one takes its place
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers that are not leased."""
+        return sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
+
+
+class P2P:
+    """Blocks travel by one batch of point-to-point operations a step, over NCCL or gloo."""
+
+    def __init__(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
+        self.group, self.ranks, self.sent_bytes = group, ranks, 0
+
+    def post(self, sends: Messages, recvs: Messages) -> list[dist.Work]:
+        operations = [dist.P2POp(dist.isend, tensor, self.ranks[peer], self.group) for tensor, peer in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.group) for tensor, peer in recvs]
+        self.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self, pending: Iterable[dist.Work]) -> None:
+        for work in pending:
+            work.wait()
+
+
+class HostStaged:
+    """Blocks of CUDA tensors travel over gloo through pinned host memory, so that several ranks can share one card."""
+
+    def __init__(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
+        self._wire = P2P(group, ranks)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._wire.sent_bytes
+
+    def post(self, sends: Messages, recvs: Messages) -> Any:
+        staged = [(tensor.to("cpu", non_blocking=True), peer) for tensor, peer in sends]
+        landing = [(torch.empty_like(tensor, device="cpu", pin_memory=True), peer) for tensor, peer in recvs]
+        if sends:
+            torch.cuda.current_stream(sends[0][0].device).synchronize()
+        return self._wire.post(staged, landing), landing, [tensor for tensor, _ in recvs], staged
+
+    def wait(self, pending: Any) -> None:
+        works, landing, targets, _ = pending
+        self._wire.wait(works)
+        for (arrived, _), target in zip(landing, targets, strict=True):
+            target.copy_(arrived, non_blocking=True)
+
+
+class Nowhere:
+    """The transport of a world of one: there is nobody to send to."""
+
+    sent_bytes = 0
+
+    def post(self, sends: Messages, recvs: Messages) -> None:
+        assert not sends and not recvs, "a world of one sends nothing"
+
+    def wait(self, pending: None) -> None:
+        pass
+
+
+class Simulated:
+    """All ranks of a group in one process, in lockstep: for tests, and for one card that plays many.
+
+    Example:
+        >>> world = Simulated(2)
+        >>> a, b = torch.ones(1), torch.zeros(1)
+        >>> tokens = world.rank(0).post([(a, 1)], []), world.rank(1).post([], [(b, 0)])
+        >>> world.rank(1).wait(tokens[1])
+        >>> b.item()
+        1.0
+    """
+
+    def __init__(self, world: int) -> None:
+        self._mail: dict[tuple[int, int], deque[Tensor]] = {}
+        self._ranks = [_SimulatedRank(rank, self._mail) for rank in range(world)]
+
+    def rank(self, rank: int) -> "_SimulatedRank":
+        """The transport of one rank."""
+        return self._ranks[rank]
+
+    @staticmethod
+    def run(rings: Iterable[Iterator[None]]) -> None:
+        """Drive the executors of all ranks, step by step."""
+        live = list(rings)
+        while live:
+            live = [ring for ring in live if next(ring, count) is not count]
+
+
+class _SimulatedRank:
+    def __init__(self, rank: int, mail: dict[tuple[int, int], deque[Tensor]]) -> None:
+        self.number, self._mail, self.sent_bytes = rank, mail, 0
+
+    def post(self, sends: Messages, recvs: Messages) -> list[tuple[Tensor, int]]:
+        for tensor, peer in sends:
+            self._mail.setdefault((self.number, peer), deque()).append(tensor.clone())
+            self.sent_bytes += tensor.nbytes
+        return list(recvs)
+
+    def wait(self, pending: list[tuple[Tensor, int]]) -> None:
+        for tensor, peer in pending:
+            arrived = self._mail[peer, self.number].popleft()
+            assert arrived.shape == tensor.shape and arrived.dtype == tensor.dtype
+            tensor.copy_(arrived)
