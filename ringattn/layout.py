@@ -118,6 +118,11 @@ def shard_sizes(layout: str, lengths: tuple[int, ...], world: int) -> tuple[int,
     return tuple(shard_size(shard) for shard in make_shards(layout, lengths, world))
 
 
+def shard_positions(shard: Shard) -> list[int]:
+    """Global positions of a rank's tokens, in the order in which its tensors hold them."""
+    return [position for span in shard for position in range(span.start, span.last + 1, span.step)]
+
+
 def _pieces(total: int, count: int) -> list[tuple[int, int, int]]:
     """`count` consecutive ranges `(begin, end, step)` of `total` positions; the first ones are one longer."""
     size, longer = divmod(total, count)
