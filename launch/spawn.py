@@ -1,0 +1,237 @@
+"""Run a function on every rank: on torchrun's ranks where there are any, otherwise on processes started here.
+
+A rank that raises ends the run: the other ranks are stopped at once, and the caller gets the first error with the
+rank's own traceback. Nothing waits for a peer that is gone, and no rank outlives the process that started it.
+"""
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from multiprocessing import connection, get_all_start_methods, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEVICES = ("cpu", "cuda")
+
+
+class RankError(RuntimeError):
+    """The first rank to fail, with its traceback: `rank`, and `kind`, the exception's class name."""
+
+    def __init__(self, rank: int, kind: str, text: str) -> None:
+        super().__init__(f"rank {rank} failed\n\n{text}")
+        self.rank, self.kind = rank, kind
+
+
+def run(
+    function: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    device: str = "cpu",
+    timeout: float | None = None,
+) -> dict[int, Any]:
+    """Call `function(*args)` on every rank of a new default process group.
+
+    The group speaks gloo for CPU tensors and, where every rank has a card of its own, NCCL for CUDA tensors. Where more
+    than one rank shares a host, each computes with one thread. A rank on CUDA has its card selected.
+
+    Args:
+        function: defined at the top level of a module; what it returns must be picklable.
+        nproc: ranks to start. Under torchrun its world size is used instead.
+        *args: picklable arguments.
+        device: "cpu" or "cuda".
+        timeout: seconds after which ranks that have not ended are stopped; None waits for ever. Ignored under torchrun.
+
+    Returns:
+        Results by rank: all of them, or under torchrun this rank's only.
+
+    Raises:
+        ValueError: nproc below 1 or an unknown device.
+        RankError: a rank raised or died.
+        TimeoutError: ranks had not ended; says which, and where they were.
+
+    Example:
+        >>> run(os.getpid, 2).keys()
+        dict_keys([0, 1])
+    """
+    if device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; choose one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' asked for, but torch sees no CUDA device; choose cpu")
+    if under_torchrun():
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return {rank: _in_group(function, args, rank, world, local, local_world, device, "env://")}
+    if nproc < 1:
+        raise ValueError(f"nproc must be at least 1, got {nproc}")
+    with tempfile.TemporaryDirectory(prefix="ringattn-", ignore_cleanup_errors=True) as folder:
+        return _start(_Call(function, args, nproc, device, Path(folder), timeout))
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun (or another launcher with its variables) started."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+class _Call:
+    """What a started rank needs to know, as it travels to it."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], world: int, device: str, folder: Path, timeout: Any
+    ) -> None:
+        self.world, self.device, self.folder, self.timeout = world, device, folder, timeout
+        self.environment = dict(os.environ)
+        self.module = function.__module__
+        self.file = getattr(sys.modules.get(self.module), "__file__", None)
+        self.payload = pickle.dumps((function, args))
+
+    def load(self) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """The function and its arguments; a module that cannot be imported by name, such as a test file, by path."""
+        if self.module not in sys.modules and self.file is not None and not _importable(self.module):
+            spec = importlib.util.spec_from_file_location(self.module, self.file)
+            assert spec is not None and spec.loader is not None
+            for package in accumulate(self.module.split(".")[:-1], "{}.{}".format):
+                sys.modules.setdefault(package, ModuleType(package))
+            sys.modules[self.module] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        return pickle.loads(self.payload)
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _start(call: _Call) -> dict[int, Any]:
+    """Start all ranks, wait for them, and collect what they left in the call's folder."""
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["torch", "ringattn"])  # a rank then starts in 0.1 s instead of 3 s
+    ranks = [context.Process(target=_main, args=(call, rank)) for rank in range(call.world)]
+    try:
+        for process in ranks:
+            process.start()
+        late = _wait(ranks, call.timeout)
+        time.sleep(0.2 * any(process.exitcode for process in ranks))  # for the exit code of a rank that died before
+        codes = [process.exitcode for process in ranks]
+    finally:
+        _stop(ranks)
+    _raise_first(call, codes, late)
+    return {rank: pickle.loads((call.folder / f"result{rank}").read_bytes()) for rank in range(call.world)}
+
+
+def _wait(ranks: Sequence[BaseProcess], timeout: float | None) -> list[int]:
+    """Until all ranks have ended, one has failed, or time is up; the ranks that time ran out for."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    running = dict(enumerate(ranks))
+    while running and all(process.exitcode in (None, 0) for process in ranks):
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return list(running)
+        connection.wait([process.sentinel for process in running.values()], left)
+        running = {rank: process for rank, process in running.items() if process.is_alive()}
+    return []
+
+
+def _stop(ranks: Sequence[BaseProcess]) -> None:
+    """End the ranks that still run; they were waiting for a peer, or are late."""
+    started = [process for process in ranks if process.pid is not None]
+    for process in started:
+        if process.is_alive():
+            process.kill()
+    for process in started:
+        process.join()
+
+
+def _raise_first(call: _Call, codes: Sequence[int | None], late: Sequence[int]) -> None:
+    """Raise the cause: a rank that died without a word, or the error that came first. What peers raise comes later."""
+    failures = [pickle.loads(path.read_bytes()) for path in call.folder.glob("error*")]
+    spoken = {rank for _, rank, _, _ in failures}
+    for rank, code in enumerate(codes):
+        if code and rank not in spoken:
+            raise RankError(rank, "exit", f"the process ended with exit code {code} and said no more")
+    if failures:
+        _, rank, kind, text = min(failures)
+        raise RankError(rank, kind, text)
+    if late:
+        stacks = [f"rank {rank}: {(call.folder / f'stack{rank}').read_text()}" for rank in late]
+        raise TimeoutError(f"ranks {late} of {call.world} had not ended after {call.timeout} s\n\n" + "\n".join(stacks))
+
+
+def _main(call: _Call, rank: int) -> None:
+    """A started rank, from its first instruction to its last."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    stack = (call.folder / f"stack{rank}").open("w")
+    if call.timeout is not None:
+        faulthandler.dump_traceback_later(0.9 * call.timeout, file=stack)
+    os.environ.clear()
+    os.environ.update(call.environment)
+    try:
+        function, args = call.load()
+        store = f"file://{call.folder / 'store'}"
+        result = _in_group(function, args, rank, call.world, rank, call.world, call.device, store)
+        _leave(call.folder / f"result{rank}", result)
+    except BaseException as error:
+        _leave(call.folder / f"error{rank}", (time.monotonic(), rank, type(error).__name__, traceback.format_exc()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a tear-down of the process group could wait for peers
+
+
+def _leave(path: Path, value: Any) -> None:
+    """Write a file that is complete from the moment at which it exists."""
+    partial = path.with_name(f"partial-{path.name}")
+    partial.write_bytes(pickle.dumps(value))
+    partial.replace(path)
+
+
+def _follow_parent() -> None:
+    """End with the process that started this one, however that ended."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _in_group(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    rank: int,
+    world: int,
+    local_rank: int,
+    local_world: int,
+    device: str,
+    init_method: str,
+) -> Any:
+    """Call the function as one rank of a process group that lives as long as the call."""
+    if local_world > 1:
+        torch.set_num_threads(1)
+    backend, device_id = "gloo", None
+    if device == "cuda":
+        card = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(card)
+        if local_world <= torch.cuda.device_count():
+            backend, device_id = "cpu:gloo,cuda:nccl", card
+    dist.init_process_group(
+        backend, init_method, timeout=timedelta(hours=2), world_size=world, rank=rank, device_id=device_id
+    )
+    result = function(*args)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves early would break the connections of those that still compute
+        dist.destroy_process_group()
+    return result
