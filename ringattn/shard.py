@@ -15,24 +15,22 @@ enter it: a rank whose loss does not depend on its attention output (no targets 
 Every rank of the group calls `unshard`, and its backward pass when `grad="sum"`; the other functions are local.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn import functional as F
 
+from ringattn.comm import Group, Terms, gather_into, get_comm, group_name, resolve_group
 from ringattn.layout import Shard, layout_name, make_shards, shard_size
 
-Group = dist.ProcessGroup | DeviceMesh | None
 GRADS = ("slice", "sum")
 """What `unshard` does with the gradient of the whole sequence."""
 
-# torch 2.13 warns of the old names, torch 2.11 lacks the new ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 warns of the old name, torch 2.11 lacks the new one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -58,7 +56,7 @@ def shard(x: Tensor, dim: int, group: Group = None, layout: str = "contiguous") 
         [0, 1, 2, 3, 4, 5]
     """
     dim = _checked_dim(x, dim)
-    return _cut(x, dim, layout_name(layout), x.size(dim), _resolve(group)[0])
+    return _cut(x, dim, layout_name(layout), x.size(dim), group_name(group))
 
 
 def unshard(
@@ -95,7 +93,8 @@ def unshard(
     dim = _checked_dim(x, dim)
     if grad not in GRADS:
         raise ValueError(f"unknown grad {grad!r}; choose one of {', '.join(GRADS)}")
-    name, world = _resolve(group)
+    resolved = resolve_group(group)
+    name, world = ("", 1) if resolved is None else (resolved.group_name, resolved.size())
     total = x.size(dim) * world if seq_len is None else _checked_length(seq_len)
     return _gather(x, dim, layout_name(layout), total, name, grad == "sum")
 
@@ -192,18 +191,7 @@ def tie(loss: Tensor, *outputs: Tensor) -> Tensor:
         >>> x.grad.tolist()
         [0.0, 0.0]
     """
-    return _Tie.apply(loss, *outputs)
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *outputs: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in outputs]
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+    return _tie(loss, outputs)
 
 
 def _shifted(labels: Tensor, dim: int, ignore_index: int) -> Tensor:
@@ -246,30 +234,11 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _resolve(group: Group) -> tuple[str, int]:
-    """Name and size of a group; ("", 1) is a world of one without torch.distributed."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a one-dimensional mesh, got {group}; take one dimension, as in mesh['cp']")
-        group = group.get_group()
-    if group is None:
-        if not dist.is_initialized():
-            return "", 1
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a ProcessGroup that this rank is in, a DeviceMesh or None, got {group!r}")
-    return group.group_name, group.size()
-
-
-def _rank_and_shards(layout: str, seq_len: int, group_name: str) -> tuple[int, tuple[Shard, ...]]:
+def _rank_and_shards(layout: str, seq_len: int, name: str) -> tuple[int, tuple[Shard, ...]]:
     """This rank within the group, and the spans of every rank."""
-    group = _process_group(group_name)
+    group = _resolve_process_group(cast(Any, name)) if name else None
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     return rank, make_shards(layout, (seq_len,), world)
-
-
-def _process_group(group_name: str) -> dist.ProcessGroup | None:
-    return _resolve_process_group(cast(Any, group_name)) if group_name else None
 
 
 def _pieces(x: Tensor, dim: int, spans: Shard) -> list[Tensor]:
@@ -296,62 +265,84 @@ def _write_whole(out: Tensor, rows: Tensor, dim: int, spans: Shard) -> None:
 
 
 @torch.library.custom_op("ringattn::shard", mutates_args=())
-def _cut(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Tensor:
+def _cut(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
     """This rank's tokens of the whole sequence."""
-    rank, shards = _rank_and_shards(layout, seq_len, group_name)
+    rank, shards = _rank_and_shards(layout, seq_len, name)
     out = x.new_empty(_resized(x, dim, shard_size(shards[rank])))
     _write_local(out, x, dim, shards[rank])
     return out
 
 
 @torch.library.custom_op("ringattn::spread", mutates_args=())
-def _spread(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Tensor:
+def _spread(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
     """The whole sequence with this rank's tokens in place and zeros elsewhere."""
-    rank, shards = _rank_and_shards(layout, seq_len, group_name)
+    rank, shards = _rank_and_shards(layout, seq_len, name)
     out = x.new_zeros(_resized(x, dim, seq_len))
     _write_whole(out, x.movedim(dim, 0), dim, shards[rank])
     return out
 
 
 @torch.library.custom_op("ringattn::unshard", mutates_args=())
-def _gather(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str, sum_grads: bool) -> Tensor:
+def _gather(x: Tensor, dim: int, layout: str, seq_len: int, name: str, sum_grads: bool) -> Tensor:
     """The whole sequence from the tokens of every rank, each padded to the largest shard on the way."""
-    rank, shards = _rank_and_shards(layout, seq_len, group_name)
-    size, sizes = x.size(dim), [shard_size(spans) for spans in shards]
-    if size != sizes[rank]:
-        raise ValueError(
-            f"dim {dim} has {size} tokens, but {layout!r} gives rank {rank} of {len(shards)} {sizes[rank]} of {seq_len}"
-            f" (all ranks: {sizes}); pass the length of the whole sequence as seq_len"
-        )
+    rank, shards = _rank_and_shards(layout, seq_len, name)
+    _agree(x, dim, layout, seq_len, name, rank, shards)
     rows = x.movedim(dim, 0)
-    packed = x.new_zeros([max(sizes), *rows.shape[1:]])
-    packed[:size] = rows
-    gathered = packed.new_empty([len(shards), *packed.shape])
-    if group := _process_group(group_name):
-        _all_gather(gathered.flatten(0, 1), packed, group=group)
-    else:
-        gathered[0] = packed
+    packed = x.new_zeros([max(map(shard_size, shards)), *rows.shape[1:]])
+    packed[: len(rows)] = rows
+    gathered = packed.unsqueeze(0)
+    if name:
+        packed = _to_wire(packed, name)
+        gathered = packed.new_empty([len(shards), *packed.shape])
+        gather_into(gathered.flatten(0, 1), packed, get_comm(name).group)
     out = x.new_empty(_resized(x, dim, seq_len))
     for spans, of_rank in zip(shards, gathered, strict=True):
         _write_whole(out, of_rank, dim, spans)
     return out
 
 
+def _agree(x: Tensor, dim: int, layout: str, seq_len: int, name: str, rank: int, shards: tuple[Shard, ...]) -> None:
+    """Raise on every rank if any holds what the layout does not give it, or means another sequence."""
+    error = None
+    if x.size(dim) != shard_size(shards[rank]):
+        error = ValueError(
+            f"{x.size(dim)} tokens in dim {dim}, but {layout!r} gives rank {rank} {shard_size(shards[rank])} of seq_len"
+            f" {seq_len} (by rank: {[shard_size(spans) for spans in shards]})"
+        )
+    if name and get_comm(name).due(None):
+        rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+        said = {
+            "unshard of shape without dim": rest,
+            "dim": dim,
+            "layout": layout,
+            "seq_len": seq_len,
+            "dtype": x.dtype,
+        }
+        get_comm(name).agree(Terms(said), error)
+    if error is not None:
+        raise error
+
+
+def _to_wire(x: Tensor, name: str) -> Tensor:
+    """x where the group can move it: on the host for CUDA tensors over gloo."""
+    return x.cpu() if get_comm(name).default_transport(x.device) == "host" else x
+
+
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=())
-def _reduce(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Tensor:
+def _reduce(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
     """This rank's tokens of the sum over ranks of whole sequences; 16-bit tensors are summed in float32."""
-    rank, shards = _rank_and_shards(layout, seq_len, group_name)
+    rank, shards = _rank_and_shards(layout, seq_len, name)
     sizes = [shard_size(spans) for spans in shards]
     rest = x.movedim(dim, 0).shape[1:]
     dtype = torch.promote_types(x.dtype, torch.float32)
     packed = torch.zeros([len(shards), max(sizes), *rest], dtype=dtype, device=x.device)
     for spans, of_rank in zip(shards, packed, strict=True):
         _write_local(of_rank, x.movedim(dim, 0), 0, spans)
-    total = torch.empty_like(packed[0])
-    if group := _process_group(group_name):
-        _reduce_scatter(total, packed.flatten(0, 1), group=group)
-    else:
-        total.copy_(packed[0])
+    total = packed[0]
+    if name:
+        packed = _to_wire(packed, name)
+        total = torch.empty_like(packed[0])
+        _reduce_scatter(total, packed.flatten(0, 1), group=get_comm(name).group)
     out = x.new_empty(_resized(x, dim, sizes[rank]))
     out.copy_(total[: sizes[rank]].movedim(0, dim))
     return out
@@ -359,18 +350,18 @@ def _reduce(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> 
 
 @_cut.register_fake
 @_reduce.register_fake
-def _fake_local(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Tensor:
-    rank, shards = _rank_and_shards(layout, int(seq_len), group_name)
+def _fake_local(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
+    rank, shards = _rank_and_shards(layout, int(seq_len), name)
     return x.new_empty(_resized(x, dim, shard_size(shards[rank])))
 
 
 @_spread.register_fake
-def _fake_whole(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str) -> Tensor:
+def _fake_whole(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
     return x.new_empty(_resized(x, dim, seq_len))
 
 
 @_gather.register_fake
-def _fake_gather(x: Tensor, dim: int, layout: str, seq_len: int, group_name: str, sum_grads: bool) -> Tensor:
+def _fake_gather(x: Tensor, dim: int, layout: str, seq_len: int, name: str, sum_grads: bool) -> Tensor:
     return x.new_empty(_resized(x, dim, seq_len))
 
 
@@ -389,3 +380,24 @@ _reduce.register_autograd(
     lambda ctx, grad: (_gather(grad, *ctx.where, True), None, None, None, None), setup_context=_keep_where
 )
 _gather.register_autograd(_gather_backward, setup_context=_keep_where)
+
+
+@torch.library.custom_op("ringattn::tie", mutates_args=())
+def _tie(loss: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    return loss.clone(memory_format=torch.contiguous_format)
+
+
+@_tie.register_fake
+def _fake_tie(loss: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    return loss.new_empty(loss.shape)
+
+
+def _keep_kind(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.kinds = [(x.shape, x.dtype, x.device) for x in inputs[1]]
+
+
+def _tie_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    return grad, [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.kinds]
+
+
+_tie.register_autograd(_tie_backward, setup_context=_keep_kind)
