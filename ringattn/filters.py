@@ -9,7 +9,7 @@ joint: each filter on the full distribution, and the shortest prefix of the thre
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -59,6 +59,21 @@ class Merged:
     top_bin: Tensor
     total: Tensor
     floor: Tensor
+
+    def __getitem__(self, rows: Tensor) -> "Merged":
+        return Merged(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def where(self, keep: Tensor, other: "Merged") -> "Merged":
+        """This winner in the rows where `keep`, the other's elsewhere."""
+        return replace(
+            self, keys=torch.where(keep, self.keys, other.keys), logits=torch.where(keep, self.logits, other.logits)
+        )
+
+    def put(self, rows: Tensor, other: "Merged") -> "Merged":
+        """The other's winners in these rows, in its order."""
+        return replace(
+            self, keys=self.keys.index_copy(0, rows, other.keys), logits=self.logits.index_copy(0, rows, other.logits)
+        )
 
 
 def merge(words: Tensor, rows: Rows, request: Request) -> Merged:

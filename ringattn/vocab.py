@@ -94,13 +94,15 @@ class Request:
 
     Attributes:
         candidates: how many of its largest logits a rank sends; 0 for plain sampling.
-        header: False when candidates decide every row.
+        header: False when candidates, and masses relative to them, decide every row.
+        certain: candidates decide every row, whatever the logits are.
         order: "chained" or "joint".
         logprobs: how many top log-probabilities are wanted; 0 for none at all.
     """
 
     candidates: int = 0
     header: bool = True
+    certain: bool = False
     order: str = "chained"
     logprobs: int = 0
 
@@ -143,6 +145,11 @@ def scores(logits: Tensor, ids: Tensor, rows: Rows) -> Tensor:
 
 def _ids(part: Slice) -> Tensor:
     return torch.arange(part.start, part.start + part.logits.shape[1], device=part.logits.device)[None]
+
+
+def logit_keys(part: Slice, rows: Rows) -> Tensor:
+    """Keys of the edited logits, int64 (B, V_local)."""
+    return pack(edited(part, rows), _ids(part))
 
 
 def winner(part: Slice, rows: Rows) -> Tensor:
