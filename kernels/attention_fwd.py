@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.blocks import load_block, pointers_of, read_entry, tanh
+from ringattn.kernels.blocks import key_blocks, load_block, pointers_of, program_of, read_entry, tanh
 from ringattn.kernels.config import CompileCase, Config, Launch, choose, example, padded, shipped_variants, variant_name
 from ringattn.kernels.tiles import IntTile, cut_rows, descriptors_fit, heads_together, make_descriptor
 
@@ -124,17 +124,7 @@ def _visit(
     a0 = row - q_begin
     a = a0 + tl.arange(0, BLOCK_Q)
     row_ok = (a >= 0) & (a < q_end - q_begin)
-    a_first = tl.maximum(a0, 0)
-    a_last = tl.minimum(a0 + BLOCK_Q, q_end - q_begin) - 1
-    first = tl.maximum(a_first - hi, 0)
-    end = tl.minimum(keys, a_last - lo + 1)
-    blocks = tl.maximum(tl.cdiv(end - first, BLOCK_K), 0)
-    # Every row sees block i iff it begins at or after key a_last - hi and ends at or before key a_first - lo.
-    full_from = tl.minimum(tl.cdiv(tl.maximum(a_last - hi - first, 0), BLOCK_K), blocks)
-    full_end = tl.maximum(tl.minimum(keys, a_first - lo + 1) - first, 0) // BLOCK_K
-    full = tl.maximum(full_end - full_from, 0)
-    if not SINGLE:  # rows of other tiles in this block must not see these keys; rows past the only tile are not stored
-        full = tl.where((a0 >= 0) & (a0 + BLOCK_Q <= q_end - q_begin), full, 0)
+    first, blocks, full_from, full = key_blocks(a0, tile, BLOCK_Q, BLOCK_K, SINGLE)
     acc, peak, total = _keys(
         acc, peak, total, q_block, k, v, batch, kv_head, a, row_ok, k_begin, keys, lo, hi, first + full_from * BLOCK_K,
         0, 0, full, bend, exp_scale, k_strides, v_strides, BLOCK_K, DIM, WIDTH, V_DIM, V_WIDTH, DESCRIPTORS, SOFTCAP,
@@ -147,7 +137,7 @@ def _visit(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tile", "rows", "blocks", "heads", "groups", "together", "all_heads"])
+@triton.jit(do_not_specialize=["tile", "shape"])
 def _attention_fwd_kernel(
     q,
     k,
@@ -156,13 +146,7 @@ def _attention_fwd_kernel(
     lse,
     table,
     tile,
-    rows,
-    blocks,
-    backwards,
-    heads,
-    groups,
-    together,
-    all_heads,
+    shape,
     scale,
     bend,
     exp_scale,
@@ -184,17 +168,12 @@ def _attention_fwd_kernel(
     FLIP: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    batch_of_heads = pid // (together * blocks)
-    here = tl.minimum(together, all_heads - batch_of_heads * together)
-    rest = pid % (together * blocks)
-    block = rest // here
-    index = batch_of_heads * together + rest % here
-    batch, head = index // heads, index % heads
+    """Attention of a block of query rows of one head, merged into its state or written."""
+    rows, blocks, backwards, heads, groups, together, all_heads = shape
+    block, batch, head = program_of(blocks, heads, together, all_heads)
     kv_head = head // groups
     if SINGLE:
-        block = tl.where(backwards != 0, blocks - 1 - block, block)
-        row = tile[0] + block * BLOCK_Q
+        row = tile[0] + tl.where(backwards != 0, blocks - 1 - block, block) * BLOCK_Q
     else:
         row = tl.load(table + 3 * block)
     q_block = load_block(q, batch, head, row, rows, q_strides, BLOCK_Q, DIM, WIDTH, DESCRIPTORS, True)
@@ -272,6 +251,7 @@ def forward_launch(
     batch, heads, count, dim = q.shape
     v_dim, groups = v.shape[3], heads // k.shape[1]
     rows = cut_rows(tiles, "q", config.block_q, count, first, q.device)
+    together = heads_together(batch * heads, groups, k.shape[2] * (dim + v_dim) * k.itemsize)
     if descriptors is None:
         descriptors = descriptors_fit(q, k, v)
     width, v_width = padded(dim), padded(v_dim)
@@ -288,13 +268,7 @@ def forward_launch(
             lse=lse,
             table=lse if rows.table is None else rows.table,
             tile=rows.tile,
-            rows=rows.end,
-            blocks=rows.blocks,
-            backwards=int(rows.backwards),
-            heads=heads,
-            groups=groups,
-            together=heads_together(batch * heads, groups, k.shape[2] * (dim + v_dim) * k.itemsize),
-            all_heads=batch * heads,
+            shape=(rows.end, rows.blocks, int(rows.backwards), heads, groups, together, batch * heads),
             **score_factors(scale, softcap),
             q_strides=q.stride(),
             k_strides=k.stride(),
