@@ -3,6 +3,7 @@
 from ringattn.attention import attention, ring_attention
 from ringattn.mask import CAUSAL, FULL, Band, window
 from ringattn.merge import merge, merge_states
+from ringattn.shard import positions, shard, shard_batch, tie, unshard
 
 __all__ = [
     "CAUSAL",
@@ -11,6 +12,11 @@ __all__ = [
     "attention",
     "merge",
     "merge_states",
+    "positions",
     "ring_attention",
+    "shard",
+    "shard_batch",
+    "tie",
+    "unshard",
     "window",
 ]

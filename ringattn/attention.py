@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.comm import NEEDS, OFF, ON, TRANSPORTS, VALIDATE, Comm, Group, Terms, get_comm, group_name
+from ringattn.comm import NEEDS, OFF, ON, TRANSPORTS, VALIDATE, Group, Terms, get_comm, group_name, ring_place
+from ringattn.dispatch import check_choice, choose_backend
 from ringattn.layout import layout_name, shard_sizes
 from ringattn.mask import FULL, Band, as_band
-from ringattn.ops import Options, load_backend, run_attention
+from ringattn.ops import Options, run_attention
 from ringattn.schedule import schedule_name
-
-BACKENDS = {"cuda": ("triton", "reference"), "cpu": ("cpu", "reference")}
-"""Backends by device type, the preferred one first; each is the module of that name in `ringattn.backends`."""
 
 FORMATS = ("bhsd", "bshd")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -168,18 +166,18 @@ def _attend(
     **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Check the arguments; let the other ranks know if they are wrong; run the op."""
-    comm = get_comm(group) if group else None
+    comm = get_comm(group) if group and not torch.compiler.is_compiling() else None
     grad = _grad_state(qkv)
     try:
         query, key, value = _check_tensors(qkv, qkv_format, unknown)
-        options = _check_options(query, key, value, comm, group=group, bshd=qkv_format == "bshd", **settings)
+        options = _check_options(query, key, value, group=group, bshd=qkv_format == "bshd", **settings)
     except (ValueError, NotImplementedError) as error:
         validate = settings.get("validate")
         if comm is not None and comm.due(validate if validate in VALIDATE else ""):
             comm.agree(Terms(grad=grad), error)
         raise
     agreed = False
-    if comm is not None and grad == ON and not torch.compiler.is_compiling():
+    if comm is not None and grad == ON:
         # Nothing here requires a gradient, but if something on another rank does, the ring runs backward on all.
         agreed = True
         if comm.due(options.validate) and comm.agree(options.terms(query, key, value, grad)):
@@ -203,7 +201,7 @@ def _check_tensors(
         if name in REPLACED:
             raise NotImplementedError(f"{name}={unknown[name]!r} is not taken; use {REPLACED[name]}")
         raise ValueError(f"unknown keyword {name!r} ({unknown[name]!r})")
-    _one_of("qkv_format", qkv_format, FORMATS)
+    check_choice("qkv_format", qkv_format, FORMATS)
     for name, x in zip(("query", "key", "value"), qkv, strict=True):
         if not isinstance(x, Tensor) or x.ndim != 4:
             what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -246,7 +244,6 @@ def _check_options(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    comm: Comm | None,
     *,
     mask: Band | str,
     scale: float | None,
@@ -268,23 +265,22 @@ def _check_options(
         layout=layout_name(layout),
         lo=band.lo,
         hi=band.hi,
-        lengths=_lengths(query.shape[2], layout, seq_len, comm),
+        lengths=_lengths(query.shape[2], layout, seq_len, group),
         scale=1 / math.sqrt(query.shape[3]) if scale is None else _number("scale", scale),
         softcap=softcap,
         schedule=schedule_name(schedule),
-        transport=_one_of("transport", transport, (None, *TRANSPORTS)) or "",
-        backend=choose_backend(backend, query, key, value, softcap),
-        grad_dtype=_one_of("grad_dtype", grad_dtype, GRAD_DTYPES),
+        transport=check_choice("transport", transport, (None, *TRANSPORTS)) or "",
+        backend=_backend_now(backend, query, key, value, softcap),
+        grad_dtype=check_choice("grad_dtype", grad_dtype, GRAD_DTYPES),
         bshd=bshd,
         group=group,
-        validate=_one_of("validate", validate, (None, *VALIDATE)) or "",
+        validate=check_choice("validate", validate, (None, *VALIDATE)) or "",
     )
 
 
-def _one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(str, choices))}")
-    return value
+def _backend_now(name: str | None, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> str:
+    """The backend's name; in a compiled graph the choice, which imports modules, is left to the op."""
+    return name or "" if torch.compiler.is_compiling() else choose_backend(name, q, k, v, softcap)
 
 
 def _number(name: str, value: Any) -> float:
@@ -293,9 +289,9 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _lengths(tokens: int, layout: str, seq_len: int | None, comm: Comm | None) -> tuple[int, ...]:
+def _lengths(tokens: int, layout: str, seq_len: int | None, group: str) -> tuple[int, ...]:
     """The lengths of documents over all ranks, if this rank holds what the layout deals it."""
-    rank, world = (comm.rank, comm.world) if comm else (0, 1)
+    rank, world = ring_place(group)
     if seq_len is None:
         return (tokens * world,)
     if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
@@ -306,27 +302,3 @@ def _lengths(tokens: int, layout: str, seq_len: int | None, comm: Comm | None) -
             f"rank {rank} of {world} holds {dealt} tokens of seq_len={seq_len} in layout {layout!r}, got {tokens}"
         )
     return (seq_len,)
-
-
-def choose_backend(name: str | None, q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> str:
-    """The backend that answers a call: the one asked for, or the first of the device's that takes these tensors.
-
-    Raises:
-        ValueError: an unknown name, or one that cannot take these tensors, with the reason. It never falls back.
-    """
-    preferred = BACKENDS.get(q.device.type, ("reference",))
-    names = sorted({other for others in BACKENDS.values() for other in others})
-    if name is not None:
-        _one_of("backend", name, (None, *names))
-        reason = _refusal(name, q, k, v, softcap)
-        if reason:
-            raise ValueError(f"backend {name!r} cannot take this: {reason}; choose one of {', '.join(names)}, or None")
-        return name
-    return next(other for other in preferred if _refusal(other, q, k, v, softcap) is None)
-
-
-def _refusal(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> str | None:
-    try:
-        return load_backend(name).refusal(q, k, v, softcap)
-    except ImportError as error:
-        return str(error)

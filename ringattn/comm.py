@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ SAMPLED_FIRST, SAMPLED_EVERY = 8, 1024
 class Transport(Protocol):
     """Moves blocks between ranks; counts what it sends."""
 
-    sent_bytes: int
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes posted so far."""
 
     def post(self, sends: Messages, recvs: Messages) -> Any:
         """Start all transfers of a step and return a token for `wait`."""
@@ -66,7 +68,8 @@ def resolve_group(group: Group) -> ProcessGroup | None:
             "this rank is not in it" if group is dist.GroupMember.NON_GROUP_MEMBER else "no ProcessGroup or DeviceMesh"
         )
         raise ValueError(f"cannot use group {group!r}: {what}")
-    _check_alive(group.group_name)
+    if not torch.compiler.is_compiling():
+        _check_alive(group.group_name)
     return group
 
 
@@ -78,9 +81,18 @@ def group_name(group: Group) -> str:
 
 def _check_alive(name: str) -> ProcessGroup:
     try:
-        return _resolve_process_group(name)
+        return c10d._resolve_process_group(c10d.GroupName(name))
     except RuntimeError as error:
         raise ValueError(f"process group {name!r} is not there any more: was it destroyed?") from error
+
+
+@torch.compiler.assume_constant_result
+def ring_place(name: str) -> tuple[int, int]:
+    """Ring rank and world size of a group by name; a constant to torch.compile."""
+    if not name:
+        return 0, 1
+    comm = get_comm(name)
+    return comm.rank, comm.world
 
 
 _comms: dict[str, "Comm"] = {}
@@ -126,7 +138,23 @@ class Comm:
             return False
 
     def _private_group(self, backend: str) -> ProcessGroup:
-        return dist.new_group(self.ranks, backend=backend, use_local_synchronization=True, group_desc="ringattn")
+        """A group of the same ranks in the same order, made by them alone.
+
+        `dist.new_group(use_local_synchronization=True)` names a group by how many groups this process knows, which
+        collides once one was destroyed and differs between ranks of several groups. Its helper takes a name.
+        """
+        made, _ = c10d._new_process_group_helper(
+            self.world,
+            self.rank,
+            self.ranks,
+            dist.Backend(backend),
+            c10d._get_default_store(),
+            group_name=c10d.GroupName(f"{self.group.group_name}/ringattn-{backend}"),
+            timeout=c10d._get_default_timeout(dist.Backend(backend)),
+            group_desc="ringattn",
+        )
+        c10d._world.pg_group_ranks[made] = {rank: position for position, rank in enumerate(self.ranks)}
+        return made
 
     def default_transport(self, device: torch.device) -> str:
         """ "host" where the caller's group cannot move tensors of this device between its ranks, "p2p" otherwise."""
@@ -148,11 +176,11 @@ class Comm:
             self._transports[chosen, device] = made
         return self._transports[chosen, device]
 
-    def due(self, validate: str = "") -> bool:
+    def due(self, validate: str | None = None) -> bool:
         """Count a call, and say whether its ranks must agree first.
 
         Args:
-            validate: "always", "sampled", or "" for always, except where blocks travel over NCCL.
+            validate: "always", "sampled", or nothing for always, except where blocks travel over NCCL.
         """
         call, self.calls = self.calls, self.calls + 1
         if not validate:
@@ -182,24 +210,22 @@ class Comm:
         return bool((grads == NEEDS).any())
 
     def _explain(self, terms: "Terms", error: Exception | None) -> None:
-        said: list[Any] = [None] * self.world
-        dist.all_gather_object(
-            said, (terms.terms, terms.grad, error and (type(error).__name__, str(error))), self.control
-        )
-        by_rank = dict(zip(sorted(self.ranks), said, strict=True))
-        answers = [by_rank[rank] for rank in self.ranks]
+        answers: list[Any] = [None] * self.world
+        failure = error and (type(error).__name__, str(error))
+        dist.all_gather_object(answers, (terms.terms, terms.grad, failure), self.control)
         for rank, (_, _, failure) in enumerate(answers):
             if failure:
                 if error is not None:
                     raise error
                 kind = NotImplementedError if failure[0] == "NotImplementedError" else ValueError
                 raise kind(f"rank {rank}: {failure[1]}")
-        if len({grad for _, grad, _ in answers}) > 1 and len({str(said) for said, _, _ in answers}) == 1:
-            off = [rank for rank, (_, grad, _) in enumerate(answers) if grad == OFF]
+        said, grads, _ = zip(*answers, strict=True)
+        differing = [key for key in said[0] if len({str(terms.get(key)) for terms in said}) > 1]
+        if not differing:
+            off = [rank for rank, grad in enumerate(grads) if grad == OFF]
             raise ValueError(f"ranks {off} run without gradients (torch.no_grad) where others need them")
-        differing = [key for key in answers[0][0] if len({str(said.get(key)) for said, _, _ in answers}) > 1]
         lines = [
-            f"{key}: " + ", ".join(f"rank {rank} has {said.get(key)!r}" for rank, (said, _, _) in enumerate(answers))
+            f"{key}: " + ", ".join(f"rank {rank} has {terms.get(key)!r}" for rank, terms in enumerate(said))
             for key in differing
         ]
         raise ValueError("ranks disagree on " + "; ".join(lines))

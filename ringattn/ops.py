@@ -5,8 +5,6 @@ as their fakes, whatever the strides of the inputs.
 """
 
 from collections.abc import Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +12,13 @@ from torch import Tensor
 
 from ringattn.backends import Problem
 from ringattn.comm import Buffers, Comm, Nowhere, Terms, get_comm
+from ringattn.dispatch import choose_backend, load_backend
 from ringattn.layout import shard_sizes
 from ringattn.mask import Band
 from ringattn.merge import row_delta
 from ringattn.plan import make_plan
 from ringattn.ring import Job, backward, forward, run
 from ringattn.schedule import make_schedule
-
-
-def load_backend(name: str) -> ModuleType:
-    """The backend module of that name."""
-    return import_module(f"ringattn.backends.{name}")
 
 
 class Options(NamedTuple):
@@ -77,6 +71,7 @@ def run_attention(
     group: str,
     validate: str,
 ) -> tuple[Tensor, Tensor]:
+    backend = backend or choose_backend(None, q, k, v, softcap)
     options = Options(
         layout, lo, hi, tuple(lengths), scale, softcap, schedule, transport, backend, grad_dtype, bshd, group, validate
     )
@@ -87,7 +82,8 @@ def run_attention(
     out, lse = _empty(q, v.shape[3], bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
     one_visit = sum(len(step.visits) for step in job.schedule.forward) == 1
     state = out if one_visit or out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
-    run(forward(job, q, k, v, state, lse))
+    with torch.autocast(q.device.type, enabled=False):  # it would round the products of a backend in torch
+        run(forward(job, q, k, v, state, lse))
     if state is not out:
         out.copy_(state)
     return out, lse
@@ -121,14 +117,16 @@ def _attention_backward(
     group: str,
     validate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    backend = backend or choose_backend(None, q, k, v, softcap)
     options = Options(
         layout, lo, hi, tuple(lengths), scale, softcap, schedule, transport, backend, grad_dtype, bshd, group, validate
     )
     job = _job(options, get_comm(group) if group else None, q)
-    delta = getattr(job.backend, "row_delta", row_delta)(do, out, dlse)
     dq, dk, dv = (_empty(x, x.shape[3], bshd) for x in (q, k, v))
     state = dq if dq.dtype == lse.dtype else torch.empty_like(dq, dtype=lse.dtype)
-    run(backward(job, do, q, k, v, out, lse, delta, state, dk, dv))
+    with torch.autocast(q.device.type, enabled=False):
+        delta = getattr(job.backend, "row_delta", row_delta)(do, out, dlse)
+        run(backward(job, do, q, k, v, out, lse, delta, state, dk, dv))
     if state is not dq:
         dq.copy_(state)
     return dq, dk, dv

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.attention import choose_backend
+from ringattn import ring
 from ringattn.backends import Problem
 from ringattn.comm import Buffers, Simulated
+from ringattn.dispatch import choose_backend, load_backend
 from ringattn.layout import make_shards, shard_positions, shard_sizes
 from ringattn.mask import FULL, Band, as_band
 from ringattn.merge import row_delta
-from ringattn.ops import load_backend
 from ringattn.plan import make_plan
-from ringattn.ring import Job, backward, forward
 from ringattn.schedule import make_schedule
 
 MOST_RATIO = 1.1
@@ -195,7 +194,7 @@ def simulate(
     counted = [_Counted(backend) for _ in range(world)]
     network, buffers = Simulated(world), Buffers()
     jobs = [
-        Job(
+        ring.Job(
             rank=rank,
             sizes=shard_sizes(layout, lengths, world),
             plan=make_plan(layout, as_band(mask), lengths, world, rank),
@@ -215,7 +214,9 @@ def simulate(
     ]
     for state in (x for pair in states for x in pair):
         state.fill_(torch.nan)
-    network.run(forward(job, *part, *state) for job, part, state in zip(jobs, parts, states, strict=True))
+    network.run(
+        ring.forward(job, q, k, v, out, lse) for job, (q, k, v), (out, lse) in zip(jobs, parts, states, strict=True)
+    )
     outs = [out.to(q.dtype) for out, _ in states]
     result = Simulation(_whole(outs, rows), _whole([lse for _, lse in states], rows))
     result.sent_forward = [network.rank(rank).sent_bytes for rank in range(world)]
@@ -228,7 +229,8 @@ def simulate(
     for rank, index in enumerate(rows):
         lse, local = states[rank][1], do[:, :, index]
         delta = getattr(backend, "row_delta", row_delta)(local, outs[rank], dlse[:, :, index].to(sums))
-        rings.append(backward(jobs[rank], local, *parts[rank], outs[rank], lse, delta, *grads[rank]))
+        (q, k, v), (dq, dk, dv) = parts[rank], grads[rank]
+        rings.append(ring.backward(jobs[rank], local, q, k, v, outs[rank], lse, delta, dq, dk, dv))
     network.run(rings)
     result.dq, result.dk, result.dv = (_whole([g[i].to(q.dtype) for g in grads], rows) for i in range(3))
     result.sent_backward = [network.rank(rank).sent_bytes - result.sent_forward[rank] for rank in range(world)]

@@ -118,7 +118,7 @@ def test_needed_blocks_are_visited_once(place):
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("world", [2, 4, 7])
 def test_windows_leave_steps_out(size, world):
-    """A window of W keys visits 1 + ceil((W - 1) / C) blocks of C tokens; zigzag at most 1 + 2 ceil((W - 1) / (C / 2))."""
+    """A window of W keys visits 1 + ceil((W - 1) / C) blocks of C; zigzag at most 1 + 2 ceil((W - 1) / (C / 2))."""
     for width in (1, 2, size // 2 + 1, size, size + 1, size + 2, 2 * size + 1, 3 * size):
         steps = {
             layout: len(make_schedule("ring", layout, window(width - 1), (size * world,), world, 0).forward)

@@ -109,7 +109,8 @@ def _row_blocks(tile: Tile, row: int, row_end: int) -> Iterator[_Block]:
 def _scores(problem: Problem, block: _Block, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Scores (B, H, m, n) of a block, -inf where hidden, and the slope of the softcap, if there is one."""
     rows = q[:, :, block.rows].to(dtype)
-    scores = (_per_group(rows, k) @ k[:, :, block.keys].to(dtype).mT).view(*rows.shape[:-1], -1)
+    keys = k[:, :, block.keys].to(dtype)
+    scores = (_per_group(rows, k) @ keys.mT).view(*rows.shape[:-1], keys.shape[2])
     scores *= problem.scale
     slope = None
     if problem.softcap:
