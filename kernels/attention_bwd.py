@@ -278,9 +278,9 @@ def dkv_launch(
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
-    *,
     scale: float,
     softcap: float,
+    *,
     first: bool,
     config: Config,
     descriptors: bool | None = None,
@@ -334,9 +334,9 @@ def dq_launch(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor,
-    *,
     scale: float,
     softcap: float,
+    *,
     first: bool,
     config: Config,
     descriptors: bool | None = None,
@@ -450,11 +450,14 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         tiles: tuple[IntTile, ...] = ((0, 4096, 0, 4096, 0, 4096),)
         if table:
             tiles = ((0, 2048, 0, 2048, 0, 4096), (2048, 4096, 2048, 4096, 0, 4096))
-        options = dict(scale=0.1, softcap=softcap, first=not add, descriptors=descriptors)
         name, wgmma = variant_name(dim, v_dim, dtype, descriptors, table, add, softcap), dtype.itemsize == 2
         config = choose("dkv", dim, v_dim, dtype, arch)
-        launch = dkv_launch(tiles, do, q, k, v, lse, lse, dk, dv, config=config, **options)
+        launch = dkv_launch(
+            tiles, do, q, k, v, lse, lse, dk, dv, 0.1, softcap, first=not add, config=config, descriptors=descriptors
+        )
         yield CompileCase(f"dkv-{name}", launch, wgmma=wgmma)
         config = choose("dq", dim, v_dim, dtype, arch)
-        launch = dq_launch(tiles, do, q, k, v, lse, lse, dq, config=config, **options)
+        launch = dq_launch(
+            tiles, do, q, k, v, lse, lse, dq, 0.1, softcap, first=not add, config=config, descriptors=descriptors
+        )
         yield CompileCase(f"dq-{name}", launch, wgmma=wgmma)

@@ -13,8 +13,8 @@ import torch
 
 Kind = Literal["fwd", "dkv", "dq"]
 
-HEAD_DIMS = (16, 256)
-"""Smallest and largest head size, for keys and for values; multiples of 8 between them are padded to a power of two."""
+MAX_HEAD_DIM = 256
+"""Of keys and of values; a size that is no power of two is padded to one inside the kernel."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

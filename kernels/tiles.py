@@ -77,7 +77,8 @@ def cut_rows(
             first, last = max(number * block, begin) - begin, min((number + 1) * block, end) - begin
             work[number] = work.get(number, 0) + _work(tile, side, first, last)
     order = sorted(entries, key=lambda number: (-work.get(number, 0), number))
-    heads, body = [], []
+    heads: list[int] = []
+    body: list[int] = []
     for number in order:
         heads += [number * block, len(body) // 6, len(body) // 6 + len(entries[number])]
         for tile in entries[number]:
