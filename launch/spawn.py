@@ -86,6 +86,25 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
 
 
+def torchrun_rank() -> int:
+    """This process's rank under torchrun, 0 where it is the only process so far."""
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+def world_size(asked: int | None, default: int) -> int:
+    """How many ranks `run` will have: torchrun's, else as many as asked for, else the default.
+
+    Raises:
+        ValueError: torchrun started another number than was asked for.
+    """
+    if not under_torchrun():
+        return default if asked is None else asked
+    world = int(os.environ["WORLD_SIZE"])
+    if asked not in (None, world):
+        raise ValueError(f"torchrun started {world} ranks, but {asked} were asked for")
+    return world
+
+
 class _Call:
     """What a started rank needs to know, as it travels to it."""
 
