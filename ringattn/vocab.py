@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringattn import noise
-from ringattn.keys import POISON_NAN, POISON_PARAMETER, is_token, pack, values_of
+from ringattn.keys import ID_BITS, NEGATIVE_INFINITY, POISON_NAN, POISON_PARAMETER, is_token, pack, values_of
 
 BINS = 6
 """41 powers of two or more below the largest mass: what 2^17 tokens below that add up to is under 2^-24 of it."""
@@ -175,7 +175,9 @@ def words(part: Slice, rows: Rows, request: Request) -> Tensor:
 
 
 def _largest(keys: Tensor) -> Tensor:
-    return keys.amax(dim=1) if keys.shape[1] else keys.new_zeros(len(keys))
+    """The largest key that is a token or poison, 0 where there is none."""
+    best = keys.amax(dim=1) if keys.shape[1] else keys.new_zeros(len(keys))
+    return torch.where((best >> ID_BITS) > NEGATIVE_INFINITY, best, 0)
 
 
 def _poison(keys: Tensor, rows: Rows) -> Tensor:
