@@ -26,6 +26,8 @@ MAX_ROWS = 256
 """Rows of a piece at the edge of a window: half of its pairs at most are computed in vain."""
 SLAB_KEYS = 768
 """Keys up to which a strip of a window is one masked piece; beyond it, its middle is a piece without a mask."""
+SAFE_LAG = 80.0
+"""Difference of two LSEs up to which exp of its negative is a normal float32 (1.8e-35)."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -68,10 +70,24 @@ def forward(problem: Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out
             state[:, :, rows].copy_(part)
             lse[:, :, rows].copy_(part_lse)
         else:
-            merge_into(state[:, :, rows], lse[:, :, rows], part, part_lse)
+            _merge(state[:, :, rows], lse[:, :, rows], part, part_lse)
         untouched = max(untouched, rows.stop)
     if state is not out:
         out.copy_(state)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merge_into` for rows whose weights do not vanish, which is the rule: nothing to select away, no temporaries.
+
+    Fresh memory is what costs: at 2048 rows, 8 heads and D = 64 this takes 0.6 ms, `merge_into` 14 ms.
+    """
+    if not (lse - part_lse).abs().amax() < SAFE_LAG:
+        return merge_into(out, lse, part, part_lse)
+    shift = torch.maximum(lse, part_lse)
+    weight, part_weight = torch.exp(lse - shift), torch.exp(part_lse - shift)
+    total = weight + part_weight
+    out.mul_(weight.unsqueeze(-1)).addcmul_(part, part_weight.unsqueeze(-1)).div_(total.unsqueeze(-1))
+    lse.copy_(shift.add_(total.log_()))
 
 
 def backward(
