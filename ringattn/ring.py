@@ -60,7 +60,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
     with job.lease(job.schedule.slots if moving else 0, blocks.capacity, k.dtype, k.device) as slots:
         if moving:
             blocks.pack(slots[0], job.rank, k, v)
-        first = True
+        problem = replace(job.problem, first=True)
         for step in steps:
             pending = job.transport.post(
                 [(blocks.flat(slots[t.slot], t.block), t.peer) for t in step.sends],
@@ -68,10 +68,10 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
             )
             for visit in step.visits:
                 tiles = job.plan[visit.block]
-                if tiles or first:
+                if tiles or problem.first:
                     keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit.block)
-                    job.backend.forward(replace(job.problem, first=first), tiles, q, keys, values, out, lse)
-                    first = False
+                    job.backend.forward(problem, tiles, q, keys, values, out, lse)
+                    problem = job.problem
             yield
             job.transport.wait(pending)
 
@@ -107,7 +107,8 @@ def backward(
     ):
         if moving:
             blocks.pack(slots[0], job.rank, k, v)
-        first = True
+        problem = replace(job.problem, first=True, first_kv=True)
+        following = replace(job.problem, first_kv=True)
         for step in steps:
             leaving = [blocks.flat(grads[t.slot], t.block).to(wire) for t in step.grad_sends]
             landing = [_as_dtype(blocks.flat(grads[t.slot], t.block), wire) for t in step.grad_recvs]
@@ -120,9 +121,9 @@ def backward(
             for visit in step.visits:
                 keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit.block)
                 dkeys, dvalues = blocks.views(grads[visit.grad_slot], visit.block)
-                problem, tiles = replace(job.problem, first=first, first_kv=True), job.plan[visit.block]
+                tiles = job.plan[visit.block]
                 job.backend.backward(problem, tiles, do, q, keys, values, out, lse, delta, dq, dkeys, dvalues)
-                first = False
+                problem = following
             yield
             job.transport.wait(pending)
             for part, t in zip(landing, step.grad_recvs, strict=True):
@@ -146,23 +147,26 @@ class _Blocks:
         self._sizes = sizes
         self._batch, self._groups, _, self._k_dim = k.shape
         self._v_dim = v.shape[-1]
-        self.capacity = max(self._numel(block) for block in range(len(sizes)))
-
-    def _numel(self, block: int) -> int:
-        tokens = self._batch * self._groups * self._sizes[block]
-        return max(tokens * (self._k_dim + self._v_dim), 1)  # transfers of nothing would leave lists of unequal shape
+        rows = [self._batch * self._groups * size for size in sizes]
+        # A transfer of nothing would leave transfer lists of unequal shape, so an empty block is one element long.
+        self._numel = [max(count * (self._k_dim + self._v_dim), 1) for count in rows]
+        self.capacity = max(self._numel)
 
     def flat(self, buffer: Tensor, block: int) -> Tensor:
         """The part of a buffer that a block fills: what travels."""
-        return buffer[: self._numel(block)]
+        return buffer[: self._numel[block]]
 
     def views(self, buffer: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """(B, G, N, D) and (B, G, N, Dv) views of a block in a buffer."""
-        shape = (self._batch, self._groups, self._sizes[block])
-        k_numel = self._batch * self._groups * self._sizes[block] * self._k_dim
-        v_numel = self._batch * self._groups * self._sizes[block] * self._v_dim
-        keys, values = buffer[:k_numel], buffer[k_numel : k_numel + v_numel]
-        return keys.view(*shape, self._k_dim), values.view(*shape, self._v_dim)
+        size, k_dim, v_dim = self._sizes[block], self._k_dim, self._v_dim
+        rows = self._groups * size
+        keys = buffer.as_strided((self._batch, self._groups, size, k_dim), (rows * k_dim, size * k_dim, k_dim, 1))
+        values = buffer.as_strided(
+            (self._batch, self._groups, size, v_dim),
+            (rows * v_dim, size * v_dim, v_dim, 1),
+            buffer.storage_offset() + self._batch * rows * k_dim,
+        )
+        return keys, values
 
     def pack(self, buffer: Tensor, block: int, k: Tensor, v: Tensor) -> None:
         """Copy keys and values of any strides into a buffer."""
