@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,7 +144,7 @@ def ring_step(job: Job) -> tuple[Step, int]:
     return step, get_comm(group_name(None)).transport(job.transport, _device(job)).sent_bytes
 
 
-def _step(job: Job, dtype: torch.dtype, call: Callable[..., tuple[Tensor, Tensor]], batch: dict[str, Tensor]) -> Step:
+def _step(job: Job, dtype: torch.dtype, call: Callable[..., Any], batch: dict[str, Tensor]) -> Step:
     """Forward and backward of the model on a batch; gradients and loss come back in at least float32."""
     model = Transformer(job.config, job.seed).to(job.dtype).to(dtype).to(_device(job))
     batch = {name: x.to(_device(job)) for name, x in batch.items()}

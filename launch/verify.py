@@ -40,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 1
     try:
         _write(path, result)
+    except OSError as error:
+        print(f"ringattn verify: {error}", file=sys.stderr)
+        return 2
+    try:
         result["options"] = {name: str(value) for name, value in vars(options).items() if value is not None}
         world = world_size(options.nproc, default=4)
         code = _verify(_job(options, world), world, result)
@@ -60,14 +64,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nproc", type=int, metavar="RANKS", help="ranks to start, 4 by default; under torchrun, its world"
     )
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="several ranks may share a card")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and activations")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="where the ranks compute; several may share a card (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of parameters and activations (%(default)s)"
+    )
     add_sequence_options(parser, seq_len=8192)
     parser.add_argument("--transport", choices=TRANSPORTS, help="by default chosen by device and group")
     backends = sorted({name for names in BACKENDS.values() for name in names})
     parser.add_argument("--backend", choices=backends, help="on one rank and on many; by default the first that can")
     for name, default in (("dim", 128), ("layers", 2), ("heads", 4), ("kv-heads", 2), ("head-dim", 32), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="of the model")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{name} of the model (%(default)s)"
+        )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result, also of a failure")
     return parser
 
