@@ -221,6 +221,6 @@ def test_large_scores_stay_exact(sign):
 def test_refusals_name_what_is_wrong():
     q, k, v, _ = make_inputs(1, 1, 1, 4, 4)
     assert cpu.refusal(q, k, v, 0.0) is None
-    assert "softcap, got 30.0; backend 'reference' has" in cpu.refusal(q, k, v, 30.0)
+    assert "softcap, got 30.0; 'reference' has" in cpu.refusal(q, k, v, 30.0)
     assert "got meta" in cpu.refusal(q.to("meta"), k, v, 0.0)
     assert "torch.float32" in cpu.refusal(q.to(torch.complex64), k, v, 0.0)

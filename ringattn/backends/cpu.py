@@ -36,11 +36,11 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def refusal(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> str | None:
     """Why these tensors cannot be taken: another device, a softcap, or a dtype that the kernel does not know."""
     if q.device.type != "cpu":
-        return f"backend 'cpu' computes CPU tensors, got {q.device.type}"
+        return f"it computes CPU tensors, got {q.device.type}"
     if softcap:
-        return f"backend 'cpu' has no softcap, got {softcap}; backend 'reference' has"
+        return f"torch's CPU kernel has no softcap, got {softcap}; 'reference' has"
     if q.dtype not in DTYPES:
-        return f"backend 'cpu' takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
+        return f"dtype must be one of {', '.join(map(str, DTYPES))}, got {q.dtype}"
     return None
 
 
@@ -148,7 +148,7 @@ def _with_delta(do: Tensor, v: Tensor, delta: Tensor, dim: int) -> tuple[Tensor,
         factor = delta / torch.linalg.vector_norm(do, ord=1, dim=-1)
         factor = torch.where(delta == 0, 0.0, factor)
         if factor.isfinite().all():
-            return do, v, do.sign() * factor.unsqueeze(-1)
+            return do, v, do.sign().mul_(factor.unsqueeze(-1))
     width = max(v.shape[-1] + 1, dim)
     out = do.new_zeros(*do.shape[:-1], width)
     out[..., v.shape[-1]] = delta
