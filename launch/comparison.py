@@ -164,12 +164,15 @@ def _step(job: Job, dtype: torch.dtype, call: Callable[..., Any], batch: dict[st
     loss.backward()
     rows = {"logits": logits.detach()[0].cpu()}
     for number, (query, key, value, out, lse) in enumerate(layers):
-        named = {"O": out, "LSE": lse, "dQ": query.grad, "dK": key.grad, "dV": value.grad}
-        rows |= {f"layer {number} {name}": _by_token(x) for name, x in named.items() if x is not None}
-    gradients = {
-        name: weight.grad.to(wide).cpu() for name, weight in model.named_parameters() if weight.grad is not None
-    }
+        named = {"O": out, "LSE": lse, "dQ": _gradient(query), "dK": _gradient(key), "dV": _gradient(value)}
+        rows |= {f"layer {number} {name}": _by_token(x) for name, x in named.items()}
+    gradients = {name: _gradient(weight).to(wide).cpu() for name, weight in model.named_parameters()}
     return Step(rows, gradients, loss.detach().cpu())
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """The gradient that arrived; none is the same as zero, and what is compared with float64 then."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def _by_token(x: Tensor) -> Tensor:
