@@ -20,7 +20,6 @@ from ringattn.backends import Problem
 from ringattn.comm import Nowhere, Terms, get_comm, group_name
 from ringattn.launch.spawn import run
 from ringattn.mask import FULL
-from ringattn.plan import make_plan
 from ringattn.ring import Job, forward
 from ringattn.ring import run as drain
 from ringattn.schedule import make_schedule
@@ -75,7 +74,6 @@ def executor(steps: int) -> Callable[[int], Any]:
     job = Job(
         rank=0,
         sizes=(16,) * steps,
-        plan=make_plan(*place),
         schedule=make_schedule("ring", *place),
         problem=Problem(1.0),
         backend=NoKernels,

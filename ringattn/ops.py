@@ -16,7 +16,6 @@ from ringattn.dispatch import choose_backend, load_backend
 from ringattn.layout import shard_sizes
 from ringattn.mask import Band
 from ringattn.merge import row_delta
-from ringattn.plan import make_plan
 from ringattn.ring import Job, backward, forward, run
 from ringattn.schedule import make_schedule
 
@@ -178,7 +177,6 @@ def _job(options: Options, comm: Comm | None, q: Tensor) -> Job:
     return Job(
         rank=rank,
         sizes=shard_sizes(options.layout, options.lengths, world),
-        plan=make_plan(*place),
         schedule=make_schedule(options.schedule, *place),
         problem=Problem(options.scale, options.softcap),
         backend=load_backend(options.backend),

@@ -7,7 +7,7 @@ layout.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ringattn.layout import Shard, Span, make_shards
@@ -84,25 +84,82 @@ def make_plan(layout: str, band: Band, lengths: tuple[int, ...], world: int, ran
 
 def make_tiles(queries: Shard, keys: Shard, band: Band) -> Tiles:
     """The tiles of one shard of queries on one shard of keys, joined where possible, ordered by rows."""
-    keys_of: dict[int, list[Span]] = {}
-    for span in keys:
-        keys_of.setdefault(span.document, []).append(span)
-    queries_of: dict[int, list[Span]] = {}
-    for span in queries:
-        if span.document in keys_of:
-            queries_of.setdefault(span.document, []).append(span)
-    tiles = [tile for document, spans in queries_of.items() for tile in _cover(spans, keys_of[document], band)]
+    tiles = [
+        tile
+        for keys_part, part_band in _by_prefix(keys, band)
+        for mine, theirs in _by_document(queries, keys_part)
+        for tile in _cover(mine, theirs, part_band)
+    ]
     return tuple(sorted(tiles, key=lambda tile: (tile.q_begin, tile.k_begin)))
 
 
-def sees(queries: Shard, keys: Shard, band: Band) -> bool:
-    """Whether any query of one shard sees any key of the other."""
-    return any(_visible(q, k, band) for q in queries for k in keys)
+def sees(q: Span, k: Span, band: Band) -> bool:
+    """Whether any query of one span sees any key of the other."""
+    return q.document == k.document and any(
+        _visible(q, part, part_band) for parts, part_band in _by_prefix((k,), band) for part in parts
+    )
+
+
+Rows = tuple[tuple[int, int], ...]
+"""Ranges `(begin, end)` of rows of a block, ascending and apart."""
+
+
+def key_rows(tiles: Tiles) -> Rows:
+    """The rows of a block of keys that its tiles read, in as few ranges as possible."""
+    rows: list[tuple[int, int]] = []
+    for begin, end in sorted((tile.k_begin, tile.k_end) for tile in tiles):
+        if rows and begin <= rows[-1][1]:
+            rows[-1] = (rows[-1][0], max(rows[-1][1], end))
+        else:
+            rows.append((begin, end))
+    return tuple(rows)
+
+
+def pick_rows(tiles: Tiles, rows: Rows) -> Tiles:
+    """The tiles on a block of which only these rows are there, one range after the other."""
+    picked, offset = [], 0
+    for begin, end in rows:
+        shift = offset - begin
+        picked += [
+            replace(tile, k_begin=tile.k_begin + shift, k_end=tile.k_end + shift)
+            for tile in tiles
+            if begin <= tile.k_begin and tile.k_end <= end
+        ]
+        offset += end - begin
+    assert len(picked) == len(tiles), "a tile reads rows that are not there"
+    return tuple(sorted(picked, key=lambda tile: (tile.q_begin, tile.k_begin)))
+
+
+def _by_prefix(keys: Shard, band: Band) -> list[tuple[Shard, Band]]:
+    """Keys inside and beyond the band's prefix, each with the band that they are under."""
+    if not band.prefix:
+        return [(keys, band)]
+    inside, beyond = [], []
+    for span in keys:
+        count = min(max(-(-(band.prefix - span.start) // span.step), 0), span.size)
+        if count:
+            inside.append(replace(span, size=count))
+        if count < span.size:
+            first = span.start + count * span.step
+            beyond.append(replace(span, offset=span.offset + count, start=first, size=span.size - count))
+    return [(tuple(inside), band.over_prefix()), (tuple(beyond), Band(band.lo, band.hi))]
+
+
+def _by_document(queries: Shard, keys: Shard) -> list[tuple[Sequence[Span], Sequence[Span]]]:
+    """The spans of queries and of keys of each document that both hold."""
+    theirs = _documents(keys)
+    return [(mine, theirs[document]) for document, mine in _documents(queries).items() if document in theirs]
+
+
+@lru_cache(maxsize=4096)
+def _documents(shard: Shard) -> dict[int, list[Span]]:
+    spans: dict[int, list[Span]] = {}
+    for span in shard:
+        spans.setdefault(span.document, []).append(span)
+    return spans
 
 
 def _visible(q: Span, k: Span, band: Band) -> bool:
-    if q.document != k.document:
-        return False
     lo, hi = band.localize(q.start - k.start, _step(q, k))
     return lo <= hi and lo < q.size and hi > -k.size
 
@@ -149,7 +206,7 @@ def _join(queries: Sequence[Span], keys: Sequence[Span], band: Band) -> Tile | N
         for k in keys:
             shift = (q.offset - row0) - (k.offset - key0)
             lo, hi = band.localize(q.start - k.start, _step(q, k))
-            if q.document != k.document or lo > hi:
+            if lo > hi:
                 return None
             if lo >= q.size:
                 lo_least = max(lo_least, shift + q.size)

@@ -21,7 +21,6 @@ class Job:
     Attributes:
         rank: ring rank.
         sizes: tokens of every rank.
-        plan: tiles by owner of the keys.
         schedule: steps, slots.
         problem: scale and the like, passed to the backend.
         backend: module with `forward` and `backward`.
@@ -32,7 +31,6 @@ class Job:
 
     rank: int
     sizes: tuple[int, ...]
-    plan: Sequence[Any]
     schedule: Any
     problem: Any
     backend: Any
@@ -55,22 +53,19 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
         q, k, v: (B, H, M, D), (B, G, M, D), (B, G, M, Dv), this rank's, any strides.
         out, lse: (B, H, M, Dv) and (B, H, M), written; dtypes as in the backend contract.
     """
-    steps, blocks = job.schedule.forward, _Blocks(job.sizes, k, v)
-    moving = any(step.sends for step in steps)
-    with job.lease(job.schedule.slots if moving else 0, blocks.capacity, k.dtype, k.device) as slots:
-        if moving:
-            blocks.pack(slots[0], job.rank, k, v)
+    blocks = _Blocks(job.sizes, k, v)
+    with job.lease(_slots(job.schedule.forward, job.schedule.slots), blocks.capacity, k.dtype, k.device) as slots:
         problem = replace(job.problem, first=True)
-        for step in steps:
+        for step in job.schedule.forward:
+            _pack_own(job, blocks, step, slots, k, v)
             pending = job.transport.post(
-                [(blocks.flat(slots[t.slot], t.block), t.peer) for t in step.sends],
-                [(blocks.flat(slots[t.slot], t.block), t.peer) for t in step.recvs],
+                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.sends],
+                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.recvs],
             )
             for visit in step.visits:
-                tiles = job.plan[visit.block]
-                if tiles or problem.first:
-                    keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit.block)
-                    job.backend.forward(problem, tiles, q, keys, values, out, lse)
+                if visit.tiles or problem.first:
+                    keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit)
+                    job.backend.forward(problem, visit.tiles, q, keys, values, out, lse)
                     problem = job.problem
             yield
             job.transport.wait(pending)
@@ -98,41 +93,50 @@ def backward(
         delta: (B, H, M), `rowsum(do * out) - dlse`.
         dq, dk, dv: written; shapes of q, k, v. dq has delta's dtype, in which dk and dv are summed as well.
     """
-    steps, blocks = job.schedule.backward, _Blocks(job.sizes, k, v)
-    moving = any(step.sends for step in steps)
+    blocks = _Blocks(job.sizes, k, v)
     wire = job.wire_dtype or delta.dtype
     with (
-        job.lease(job.schedule.slots if moving else 0, blocks.capacity, k.dtype, k.device) as slots,
+        job.lease(_slots(job.schedule.backward, job.schedule.slots), blocks.capacity, k.dtype, k.device) as slots,
         job.lease(job.schedule.grad_slots, blocks.capacity, delta.dtype, k.device) as grads,
     ):
-        if moving:
-            blocks.pack(slots[0], job.rank, k, v)
         problem = replace(job.problem, first=True, first_kv=True)
         following = replace(job.problem, first_kv=True)
-        for step in steps:
-            leaving = [blocks.flat(grads[t.slot], t.block).to(wire) for t in step.grad_sends]
-            landing = [_as_dtype(blocks.flat(grads[t.slot], t.block), wire) for t in step.grad_recvs]
+        for step in job.schedule.backward:
+            _pack_own(job, blocks, step, slots, k, v)
+            leaving = [blocks.flat(grads[t.slot], t).to(wire) for t in step.grad_sends]
+            landing = [_as_dtype(blocks.flat(grads[t.slot], t), wire) for t in step.grad_recvs]
             pending = job.transport.post(
-                [(blocks.flat(slots[t.slot], t.block), t.peer) for t in step.sends]
+                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.sends]
                 + [(part, t.peer) for part, t in zip(leaving, step.grad_sends, strict=True)],
-                [(blocks.flat(slots[t.slot], t.block), t.peer) for t in step.recvs]
+                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.recvs]
                 + [(part, t.peer) for part, t in zip(landing, step.grad_recvs, strict=True)],
             )
             for visit in step.visits:
-                keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit.block)
-                dkeys, dvalues = blocks.views(grads[visit.grad_slot], visit.block)
-                tiles = job.plan[visit.block]
-                job.backend.backward(problem, tiles, do, q, keys, values, out, lse, delta, dq, dkeys, dvalues)
+                keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit)
+                dkeys, dvalues = blocks.views(grads[visit.grad_slot], visit)
+                job.backend.backward(problem, visit.tiles, do, q, keys, values, out, lse, delta, dq, dkeys, dvalues)
                 problem = following
             yield
             job.transport.wait(pending)
             for part, t in zip(landing, step.grad_recvs, strict=True):
                 if t.into is not None:
-                    blocks.flat(grads[t.into], t.block).add_(part)
+                    blocks.add(grads[t.into], part, t)
                 elif part.dtype != delta.dtype:
-                    blocks.flat(grads[t.slot], t.block).copy_(part)
-        for target, total in zip((dk, dv), blocks.views(grads[job.schedule.home], job.rank), strict=True):
+                    blocks.flat(grads[t.slot], t).copy_(part)
+        for target, total in zip((dk, dv), blocks.whole(grads[job.schedule.home], job.rank), strict=True):
             target.copy_(total)
+
+
+def _slots(steps: Sequence[Any], slots: int) -> int:
+    """How many K/V buffers these steps use: none where nothing is sent, since own keys are read where they are."""
+    return slots if any(step.sends for step in steps) else 0
+
+
+def _pack_own(job: Job, blocks: "_Blocks", step: Any, slots: list[Tensor], k: Tensor, v: Tensor) -> None:
+    """Copy this rank's keys and values, which may have any strides, into the slots that they are sent from."""
+    own = {t.slot: t for t in step.sends if t.block == job.rank}
+    for slot, transfer in own.items():
+        blocks.pack(slots[slot], transfer, k, v)
 
 
 def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,34 +145,62 @@ def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Blocks:
-    """How keys and values of one source lie in a flat buffer: K, then V, contiguous, of that source's own length."""
+    """How keys and values of one source lie in a flat buffer: K, then V, contiguous, of the rows that are there.
+
+    `part` is anything with a `block` and `rows`: a transfer or a visit of the schedule.
+    """
 
     def __init__(self, sizes: tuple[int, ...], k: Tensor, v: Tensor) -> None:
         self._sizes = sizes
         self._batch, self._groups, _, self._k_dim = k.shape
         self._v_dim = v.shape[-1]
-        rows = [self._batch * self._groups * size for size in sizes]
-        # A transfer of nothing would leave transfer lists of unequal shape, so an empty block is one element long.
-        self._numel = [max(count * (self._k_dim + self._v_dim), 1) for count in rows]
-        self.capacity = max(self._numel)
+        self.capacity = self._numel(max(sizes))
 
-    def flat(self, buffer: Tensor, block: int) -> Tensor:
-        """The part of a buffer that a block fills: what travels."""
-        return buffer[: self._numel[block]]
+    def flat(self, buffer: Tensor, part: Any) -> Tensor:
+        """What a part fills of a buffer: what travels."""
+        return buffer[: self._numel(self._count(part))]
 
-    def views(self, buffer: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """(B, G, N, D) and (B, G, N, Dv) views of a block in a buffer."""
-        size, k_dim, v_dim = self._sizes[block], self._k_dim, self._v_dim
-        rows = self._groups * size
-        keys = buffer.as_strided((self._batch, self._groups, size, k_dim), (rows * k_dim, size * k_dim, k_dim, 1))
-        values = buffer.as_strided(
-            (self._batch, self._groups, size, v_dim),
-            (rows * v_dim, size * v_dim, v_dim, 1),
-            buffer.storage_offset() + self._batch * rows * k_dim,
-        )
-        return keys, values
+    def views(self, buffer: Tensor, part: Any) -> tuple[Tensor, Tensor]:
+        """(B, G, N, D) and (B, G, N, Dv) views of the rows of a part."""
+        return self._views(buffer, self._count(part))
 
-    def pack(self, buffer: Tensor, block: int, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values of any strides into a buffer."""
-        for target, source in zip(self.views(buffer, block), (k, v), strict=True):
-            target.copy_(source)
+    def whole(self, buffer: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Views as in `views`, of all rows of a block."""
+        return self._views(buffer, self._sizes[block])
+
+    def pack(self, buffer: Tensor, part: Any, k: Tensor, v: Tensor) -> None:
+        """Copy the rows of a part from keys and values of any strides into a buffer."""
+        for target, source in zip(self.views(buffer, part), (k, v), strict=True):
+            for (begin, end), at in self._ranges(part):
+                target[:, :, at : at + end - begin].copy_(source[:, :, begin:end])
+
+    def add(self, total: Tensor, arrived: Tensor, part: Any) -> None:
+        """Add the rows of a part, in a buffer of their own, to a buffer of the whole block."""
+        if part.rows is None:
+            self.flat(total, part).add_(arrived)
+            return
+        for target, source in zip(self.whole(total, part.block), self.views(arrived, part), strict=True):
+            for (begin, end), at in self._ranges(part):
+                target[:, :, begin:end] += source[:, :, at : at + end - begin]
+
+    def _count(self, part: Any) -> int:
+        rows = part.rows
+        return self._sizes[part.block] if rows is None else sum(end - begin for begin, end in rows)
+
+    def _ranges(self, part: Any) -> Iterator[tuple[tuple[int, int], int]]:
+        """Ranges of rows, each with its place in the buffer."""
+        at = 0
+        for begin, end in ((0, self._sizes[part.block]),) if part.rows is None else part.rows:
+            yield (begin, end), at
+            at += end - begin
+
+    def _numel(self, count: int) -> int:
+        """Elements of `count` rows, at least 1: a transfer of nothing would leave transfer lists of unequal shape."""
+        return max(self._batch * self._groups * count * (self._k_dim + self._v_dim), 1)
+
+    def _views(self, buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        k_numel = self._batch * self._groups * count * self._k_dim
+        v_numel = self._batch * self._groups * count * self._v_dim
+        shape = (self._batch, self._groups, count)
+        keys, values = buffer[:k_numel], buffer[k_numel : k_numel + v_numel]
+        return keys.view(*shape, self._k_dim), values.view(*shape, self._v_dim)

@@ -1,7 +1,7 @@
 """A schedule is what one rank does, step by step: which blocks it sends, receives and computes on, and in which slots.
 
 A step posts its transfers, computes its visits while they travel, and then waits. Schedules are plain data, made by
-generators (`ring`, `all_gather`) and run by the one executor in `ringattn.ring`; a new one is a function in
+generators (`ring`, `all_gather`, `direct`) and run by the one executor in `ringattn.ring`; a new one is a function in
 this file and an entry in `SCHEDULES`.
 
 Every rank of a group takes the same number of steps with transfer lists of the same shape, because point-to-point
@@ -16,33 +16,46 @@ from itertools import accumulate
 
 from ringattn.layout import make_shards
 from ringattn.mask import Band
-from ringattn.plan import sees
+from ringattn.plan import Plan, Rows, Tiles, key_rows, make_plan, make_tiles, pick_rows, sees
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One block of keys and values, or of their gradients, to or from a peer.
+    """Rows of one block of keys and values, or of their gradients, to or from a peer.
 
     Attributes:
         block: rank that owns the block.
         peer: rank at the other end.
-        slot: buffer that is sent or received into.
-        into: for a received gradient, the slot to which it is added after the wait; None where it is taken as it is.
+        slot: buffer that is sent or received into. A rank's own keys are packed into it when they are sent.
+        rows: the rows of the block that travel, one range after the other in the buffer; None for all of them.
+        into: for a received gradient, the slot to which it is added after the wait, at these rows; None where it is
+            taken as it is.
     """
 
     block: int
     peer: int
     slot: int
+    rows: Rows | None = None
     into: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Compute the tiles of one block, whose keys lie in `slot`; its gradients go to `grad_slot`, which is free."""
+    """Compute tiles of one block.
+
+    Attributes:
+        block: rank that owns the keys.
+        slot: buffer with the keys; a rank's own block is read from the caller's tensors.
+        grad_slot: buffer for the gradients of these keys, which holds nothing yet.
+        tiles: what to compute; key rows count within what the slot holds.
+        rows: the rows of the block that the slot holds; None for all of them.
+    """
 
     block: int
     slot: int
     grad_slot: int
+    tiles: Tiles
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class Schedule:
     """The steps of one rank, forward and backward.
 
     Attributes:
-        forward, backward: the steps. A rank's own keys are in slot 0 when the first step begins.
+        forward, backward: the steps.
         slots: number of K/V buffers.
         grad_slots: number of dK/dV buffers.
         home: gradient slot that holds the rank's own dK and dV after the last step.
@@ -75,19 +88,24 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """Who needs whose keys, as distances around the ring.
+class Work:
+    """What a generator turns into a schedule.
 
     Attributes:
+        rank, world: ring rank and number of ranks.
         distances: every t for which some rank needs the block of rank - t, ascending, starting with 0.
-        own: the t that this rank needs itself.
+        plan: this rank's tiles by owner of the keys.
+        wanted: the rows of this rank's keys that another rank needs, in the order of ranks; computed when asked for.
     """
 
+    rank: int
+    world: int
     distances: tuple[int, ...]
-    own: frozenset[int]
+    plan: Plan
+    wanted: Callable[[], tuple[Rows, ...]]
 
 
-def ring(rank: int, world: int, needs: Needs) -> Schedule:
+def ring(work: Work) -> Schedule:
     """K/V blocks rotate past every rank; a hop skips over distances that nobody needs.
 
     Backward, the gradient of a block follows it one step behind: while a rank computes its part, the sum of the parts
@@ -95,7 +113,7 @@ def ring(rank: int, world: int, needs: Needs) -> Schedule:
 
     Source: Liu et al., Ring Attention with Blockwise Transformers, 2023 (arXiv 2310.01889).
     """
-    distances = needs.distances
+    rank, world, distances = work.rank, work.world, work.distances
     blocks = [(rank - distance) % world for distance in distances]
     hops = [after - before for before, after in zip(distances, distances[1:], strict=False)]
     forward, backward = [], []
@@ -107,13 +125,13 @@ def ring(rank: int, world: int, needs: Needs) -> Schedule:
             hop = hops[index]
             keys["sends"] = (Transfer(block, (rank + hop) % world, slot),)
             keys["recvs"] = (Transfer(blocks[index + 1], (rank - hop) % world, 1 - slot),)
-        visited = index == 0 or distances[index] in needs.own
+        visited = index == 0 or bool(work.plan[block])
         if index > 0:
             hop = hops[index - 1]
             landing, into = ((index + 1) % 3, grad_slot) if visited else (grad_slot, None)
             grads["grad_sends"] = (Transfer(blocks[index - 1], (rank + hop) % world, (index - 1) % 3),)
-            grads["grad_recvs"] = (Transfer(block, (rank - hop) % world, landing, into),)
-        visits = (Visit(block, slot, grad_slot),) if visited else ()
+            grads["grad_recvs"] = (Transfer(block, (rank - hop) % world, landing, into=into),)
+        visits = (Visit(block, slot, grad_slot, work.plan[block]),) if visited else ()
         forward.append(Step(**keys, visits=visits))
         backward.append(Step(**keys, **grads, visits=visits))
     last = len(blocks) - 1
@@ -128,42 +146,80 @@ def ring(rank: int, world: int, needs: Needs) -> Schedule:
     return Schedule(tuple(forward), (*backward, going_home), slots=2, grad_slots=3, home=home)
 
 
-def all_gather(rank: int, world: int, needs: Needs) -> Schedule:
+def all_gather(work: Work) -> Schedule:
     """Every block is fetched at once from its owner while the own block is computed; O(S) memory, one exchange.
 
     Backward, each rank returns its part of a block's gradient to the owner, which adds the parts in order of distance.
 
     Source: the K/V all-gather of Llama 3's context parallelism, 2024 (arXiv 2407.21783).
     """
-    others = needs.distances[1:]
+    rank, world, others = work.rank, work.world, work.distances[1:]
+    below = [(rank - distance) % world for distance in others]
+    above = [(rank + distance) % world for distance in others]
     fetch = Step(
-        sends=tuple(Transfer(rank, (rank + distance) % world, 0) for distance in others),
-        recvs=tuple(
-            Transfer((rank - distance) % world, (rank - distance) % world, slot)
-            for slot, distance in enumerate(others, 1)
-        ),
-        visits=(Visit(rank, 0, 0),),
-    )
-    compute = Step(
-        visits=tuple(Visit((rank - distance) % world, slot, slot) for slot, distance in enumerate(others, 1)),
-    )
-    landing = len(others) + 1
-    give_back = Step(
-        grad_sends=tuple(
-            Transfer((rank - distance) % world, (rank - distance) % world, slot)
-            for slot, distance in enumerate(others, 1)
-        ),
-        grad_recvs=tuple(
-            Transfer(rank, (rank + distance) % world, landing + index, into=0) for index, distance in enumerate(others)
-        ),
+        sends=tuple(Transfer(rank, peer, 0) for peer in above),
+        recvs=tuple(Transfer(peer, peer, slot) for slot, peer in enumerate(below, 1)),
+        visits=(Visit(rank, 0, 0, work.plan[rank]),),
     )
     if not others:
         return Schedule((fetch,), (fetch,), slots=1, grad_slots=1, home=0)
-    slots = len(needs.distances)
+    compute = Step(visits=tuple(Visit(peer, slot, slot, work.plan[peer]) for slot, peer in enumerate(below, 1)))
+    landing = len(others) + 1
+    give_back = Step(
+        grad_sends=tuple(Transfer(peer, peer, slot) for slot, peer in enumerate(below, 1)),
+        grad_recvs=tuple(Transfer(rank, peer, slot, into=0) for slot, peer in enumerate(above, landing)),
+    )
+    slots = len(others) + 1
     return Schedule((fetch, compute), (fetch, compute, give_back), slots=slots, grad_slots=2 * slots - 1, home=0)
 
 
-SCHEDULES: dict[str, Callable[[int, int, Needs], Schedule]] = {"ring": ring, "all_gather": all_gather}
+def direct(work: Work) -> Schedule:
+    """Each rank fetches the rows that it needs from their owners, one owner a step, and returns their gradients.
+
+    Nothing is passed on for others, so only needed rows travel: the schedule for packed documents and windows. Memory
+    is O(S / N) as in the ring. Between hosts a block crosses the link once for each rank that needs it.
+
+    Source: the group-cast of MagiAttention (SandAI, 2025), with one owner a step.
+    """
+    rank, world, distances = work.rank, work.world, work.distances
+    wanted = work.wanted()
+    below = [(rank - distance) % world for distance in distances]
+    above = [(rank + distance) % world for distance in distances]
+    rows = [key_rows(work.plan[peer]) for peer in below]
+    outgoing, home, landing = 2, 0, 3
+    forward, backward = [], []
+    for index, peer in enumerate(below):
+        slot, grad_slot = index % 2, 1 + index % 2 if index else home
+        held = rows[index] if index else None
+        tiles = pick_rows(work.plan[peer], held) if held is not None else work.plan[peer]
+        keys: dict[str, tuple[Transfer, ...]] = {"visits": (Visit(peer, slot, grad_slot, tiles, held),)}
+        grads: dict[str, tuple[Transfer, ...]] = {}
+        if index + 1 < len(below):
+            keys["sends"] = (Transfer(rank, above[index + 1], outgoing, wanted[above[index + 1]]),)
+            keys["recvs"] = (Transfer(below[index + 1], below[index + 1], 1 - slot, rows[index + 1]),)
+        if index > 1:
+            grads = _returned(index - 1, below, above, rows, wanted, landing)
+        forward.append(Step(**keys))
+        backward.append(Step(**keys, **grads))
+    last = len(below) - 1
+    if last == 0:
+        return Schedule(tuple(forward), tuple(backward), slots=1, grad_slots=1, home=home)
+    backward.append(Step(**_returned(last, below, above, rows, wanted, landing)))
+    return Schedule(tuple(forward), tuple(backward), slots=3, grad_slots=4, home=home)
+
+
+def _returned(
+    index: int, below: list[int], above: list[int], rows: list[Rows], wanted: tuple[Rows, ...], landing: int
+) -> dict[str, tuple[Transfer, ...]]:
+    """The gradients of the visit at `index` go back to the owner; what others computed at theirs is added at home."""
+    owner, user, rank = below[index], above[index], below[0]
+    return {
+        "grad_sends": (Transfer(owner, owner, 1 + index % 2, rows[index]),),
+        "grad_recvs": (Transfer(rank, user, landing, wanted[user], into=0),),
+    }
+
+
+SCHEDULES: dict[str, Callable[[Work], Schedule]] = {"ring": ring, "all_gather": all_gather, "direct": direct}
 """Every schedule by name."""
 
 
@@ -189,13 +245,15 @@ def make_schedule(name: str, layout: str, band: Band, lengths: tuple[int, ...], 
         >>> len(make_schedule("ring", "contiguous", Band(0, 9), (400,), 4, rank=0).forward)
         2
     """
-    return SCHEDULES[schedule_name(name)](rank, world, _needs(layout, band, lengths, world, rank))
-
-
-def _needs(layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int) -> Needs:
     shards = make_shards(layout, lengths, world)
-    own = frozenset(distance for distance in range(world) if sees(shards[rank], shards[rank - distance], band))
-    return Needs(_distances(layout, band, lengths, world), own)
+    work = Work(
+        rank=rank,
+        world=world,
+        distances=_distances(layout, band, lengths, world),
+        plan=make_plan(layout, band, lengths, world, rank),
+        wanted=lambda: tuple(key_rows(make_tiles(queries, shards[rank], band)) for queries in shards),
+    )
+    return SCHEDULES[schedule_name(name)](work)
 
 
 @lru_cache(maxsize=1024)
@@ -212,7 +270,7 @@ def _distances(layout: str, band: Band, lengths: tuple[int, ...], world: int) ->
     for q, rank in reversed(owned):
         first = bisect_left(reach, q.start - band.hi)
         for k, owner in owned[first : bisect_right(starts, q.last - band.lo)]:
-            if (rank - owner) % world not in found and sees((q,), (k,), band):
+            if (rank - owner) % world not in found and sees(q, k, band):
                 found.add((rank - owner) % world)
         if len(found) == world:
             break

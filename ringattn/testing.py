@@ -21,7 +21,6 @@ from ringattn.dispatch import choose_backend, load_backend
 from ringattn.layout import make_shards, shard_positions, shard_sizes
 from ringattn.mask import FULL, Band, as_band
 from ringattn.merge import row_delta
-from ringattn.plan import make_plan
 from ringattn.schedule import make_schedule
 
 MOST_RATIO = 1.1
@@ -197,7 +196,6 @@ def simulate(
         ring.Job(
             rank=rank,
             sizes=shard_sizes(layout, lengths, world),
-            plan=make_plan(layout, as_band(mask), lengths, world, rank),
             schedule=make_schedule(schedule, layout, as_band(mask), lengths, world, rank),
             problem=Problem(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap),
             backend=counted[rank],

@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.layout import LAYOUTS, make_shards, shard_positions
-from ringattn.mask import CAUSAL, FULL, Band, window
-from ringattn.plan import Tile, make_plan, sees
+from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
+from ringattn.plan import Tile, key_rows, make_plan, pick_rows, sees
 
 BANDS = st.one_of(
+    st.builds(prefix_lm, st.integers(0, 30)),
+    st.builds(lambda width, prefix: Band(0, width, prefix), st.integers(0, 9), st.integers(1, 30)),
     st.sampled_from([FULL, CAUSAL, window(0)]),
     st.builds(window, st.integers(-1, 12), st.integers(-1, 12)),
     st.tuples(st.integers(-12, 12), st.integers(-12, 12)).map(lambda pair: Band(min(pair), max(pair))),
@@ -41,7 +43,7 @@ def test_each_allowed_pair_once_and_no_other(layout, band, lengths, world):
                 if band.sees(i, j) and documents[rank][a] == documents[source][b]
             }
             assert len(computed) == len(set(computed)) and set(computed) == allowed
-            assert sees(shards[rank], shards[source], band) == bool(allowed)
+            assert any(sees(q, k, band) for q in shards[rank] for k in shards[source]) == bool(allowed)
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,3 +81,16 @@ def test_a_tile_without_hidden_pairs_has_no_band():
 def test_plans_are_hashable_and_cached():
     first, again = (make_plan("zigzag", CAUSAL, (64,), 4, 1) for _ in range(2))
     assert first is again and hash(first) == hash(again)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(list(LAYOUTS)), BANDS, LENGTHS, st.integers(1, 6))
+def test_tiles_on_the_rows_that_they_read(layout, band, lengths, world):
+    for rank in range(world):
+        for tiles in make_plan(layout, band, lengths, world, rank):
+            rows = key_rows(tiles)
+            there = [row for begin, end in rows for row in range(begin, end)]
+            assert all(end < begin for (_, end), (begin, _) in zip(rows, rows[1:], strict=False))
+            assert set(there) == {b for tile in tiles for b in range(tile.k_begin, tile.k_end)}
+            moved = sorted((a, there[b]) for tile in pick_rows(tiles, rows) for a, b in pairs_of(tile))
+            assert moved == sorted(pair for tile in tiles for pair in pairs_of(tile))

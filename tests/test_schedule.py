@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringattn.layout import LAYOUTS
 from ringattn.mask import CAUSAL, FULL, Band, window
-from ringattn.plan import make_plan
+from ringattn.plan import key_rows, make_plan
 from ringattn.schedule import SCHEDULES, Schedule, Step, make_schedule
 
 BANDS = [FULL, CAUSAL, window(0), window(3), window(9, 2), Band(5, 20), Band(-20, -5)]
@@ -49,8 +49,8 @@ def test_each_send_meets_its_receive_in_the_same_step(place):
                 sent, received = [], []
                 for rank, step in enumerate(steps):
                     assert all(t.peer != rank for t in getattr(step, sends) + getattr(step, recvs))
-                    sent += [(rank, t.peer, t.block) for t in getattr(step, sends)]
-                    received += [(t.peer, rank, t.block) for t in getattr(step, recvs)]
+                    sent += [(rank, t.peer, t.block, t.rows) for t in getattr(step, sends)]
+                    received += [(t.peer, rank, t.block, t.rows) for t in getattr(step, recvs)]
                 assert Counter(sent) == Counter(received)
 
 
@@ -59,15 +59,15 @@ def test_each_send_meets_its_receive_in_the_same_step(place):
 def test_slots_hold_what_is_read_and_are_not_overwritten_while_in_use(place):
     for rank, schedule in enumerate(schedules(place)):
         for steps in (schedule.forward, schedule.backward):
-            held: dict[int, int] = {0: rank}
+            held: dict[int, tuple] = {}
             for step in steps:
-                read = {t.slot for t in step.sends} | {visit.slot for visit in step.visits}
-                for t in (*step.sends, *step.visits):
-                    assert held[t.slot] == t.block
-                landing = [t.slot for t in step.recvs]
-                assert len(set(landing)) == len(landing) and not read & set(landing)
-                assert all(slot < schedule.slots for slot in (*read, *landing))
-                held.update({t.slot: t.block for t in step.recvs})
+                held.update({t.slot: (rank, t.rows) for t in step.sends if t.block == rank})  # packed when sent
+                read = [*step.sends, *(visit for visit in step.visits if visit.block != rank)]
+                assert all(held[part.slot] == (part.block, part.rows) for part in read)
+                slots, landing = {part.slot for part in read}, [t.slot for t in step.recvs]
+                assert len(set(landing)) == len(landing) and not slots & set(landing)
+                assert all(slot < schedule.slots for slot in (*slots, *landing))
+                held.update({t.slot: (t.block, t.rows) for t in step.recvs})
 
 
 @settings(max_examples=300, deadline=None)
@@ -145,11 +145,24 @@ def test_slots_do_not_grow_with_the_world():
     assert (small.slots, small.grad_slots) == (large.slots, large.grad_slots) == (2, 3)
 
 
+@settings(max_examples=200, deadline=None)
+@given(PLACES)
+def test_direct_moves_what_is_needed_and_nothing_else(place):
+    """The rows that a rank receives are those that its tiles read, of every block but its own."""
+    place = ("direct", *place[1:])
+    for rank, schedule in enumerate(schedules(place)):
+        moved = {t.block: t.rows for step in schedule.forward for t in step.recvs}
+        plan = make_plan(*place[1:], rank)
+        assert {block: rows for block, rows in moved.items() if rows} == {
+            block: key_rows(tiles) for block, tiles in enumerate(plan) if tiles and block != rank
+        }
+
+
 def test_schedules_are_hashable_and_cached():
     first, again = (make_schedule("ring", "zigzag", CAUSAL, (64,), 4, 1) for _ in range(2))
     assert first is again and hash(first) == hash(again)
 
 
 def test_unknown_schedule_is_named():
-    with pytest.raises(ValueError, match="'tree'.*ring, all_gather"):
+    with pytest.raises(ValueError, match="'tree'.*ring, all_gather, direct"):
         make_schedule("tree", "zigzag", CAUSAL, (64,), 4, 1)
