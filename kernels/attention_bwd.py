@@ -40,9 +40,11 @@ def _stream_queries(
 ):  # fmt: skip
     """Stream `count` blocks of queries of each head of the group past the keys `b`, leaving out `skip` blocks."""
     q_begin, q_end, k_begin, k_end, lo, hi = tile
+    # LLVM may take a division as proof that the divisor is not 0, drop the test of an empty loop, and never end.
+    blocks = tl.maximum(count, 1)
     for step in tl.range(0, count * groups):
-        head = kv_head * groups + step // count
-        block = step % count
+        head = kv_head * groups + step // blocks
+        block = step % blocks
         if MASKED:
             block += tl.where(block >= skip_from, skip, 0)
         a0 = first + block * BLOCK_Q

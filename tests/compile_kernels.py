@@ -143,9 +143,19 @@ def fingerprint(case: Any, arch: int) -> str:
     ).hexdigest()
 
 
-def _work(job: tuple[int, str, int]) -> Outcome:
-    arch, only, index = job
-    return compile_case(list(kernel_cases(arch, only))[index][1], arch)
+_forked: list[Any] = []
+
+
+def compile_many(cases: list[Any], arch: int, jobs: int) -> list[Outcome]:
+    """Compile cases in processes, which inherit them by fork: kernels cannot be pickled."""
+    _forked[:] = cases
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return pool.map(_compile_forked, [(index, arch) for index in range(len(cases))], chunksize=1)
+
+
+def _compile_forked(job: tuple[int, int]) -> Outcome:
+    index, arch = job
+    return compile_case(_forked[index], arch)
 
 
 def compile_all(arch: int, only: str, jobs: int) -> int:
@@ -154,9 +164,8 @@ def compile_all(arch: int, only: str, jobs: int) -> int:
     cases = list(kernel_cases(arch, only))
     keys = [fingerprint(case, arch) for _, case in cases]
     missing = [index for index, key in enumerate(keys) if key not in known]
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        outcomes = pool.imap(_work, [(arch, only, index) for index in missing])
-        fresh = dict(zip(missing, outcomes, strict=True)) if missing else {}
+    outcomes = compile_many([cases[index][1] for index in missing], arch, jobs) if missing else []
+    fresh = dict(zip(missing, outcomes, strict=True))
     failures = 0
     for index, (label, case) in enumerate(cases):
         outcome = fresh[index] if index in fresh else Outcome(**known[keys[index]])
