@@ -170,18 +170,19 @@ def draw_kernel(
     fine = (temperature >= 0) & (temperature <= 1e30) & (repetition > 0) & (repetition < float("inf"))
     fine = fine & (tl.abs(presence) < float("inf")) & (tl.abs(frequency) < float("inf"))
     fine = fine & (position >= 0) & (position <= 0xFFFFFFFF) & (sample >= 0) & (sample <= 0xFFFFFFFF)
-    key = tl.where(fine, key, tl.maximum(key, POISON_PARAMETER))
+    key = tl.where(fine, key, POISON_PARAMETER)
 
     tl.atomic_max(keys + row, key, sem="relaxed")
     if tl.atomic_add(arrived + row, 1) == tiles - 1:
         best = tl.atomic_xchg(keys + row, 0)
         tl.store(arrived + row, 0)
         tl.store(out_keys + row, best)
-        _store_decoded(best, out_ids + row, out_status + row)
+        store_decoded(best, out_ids + row, out_status + row)
 
 
 @triton.jit
-def _store_decoded(best, out_id, out_status):
+def store_decoded(best, out_id, out_status):
+    """Id and status of a winning key."""
     token = (best > 0) & (best < POISON_PARAMETER)
     status = tl.where(token, 0, 1)
     status = tl.where(best == POISON_PARAMETER, 3, status)

@@ -103,3 +103,17 @@ def pack(values, ids):
     signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = ((signed.to(tl.int64) + 0x80000000) << 31) | (0x7FFFFFFF - ids).to(tl.int64)
     return tl.where(values != values, 0x7FFFFFFFFFFFFFFF, key)
+
+
+@triton.jit
+def exp2_parts(x):
+    """`2^x` of float64 as `mantissa * 2^(exponent - 24)`, int64 both (Cephes exp2f)."""
+    exponent = tl.floor(x + 0.5)
+    f = (x - exponent).to(tl.float32)
+    y = f * 1.535336188319500e-4 + 1.339887440266574e-3
+    y = y * f + 9.618437357674640e-3
+    y = y * f + 5.550332471162809e-2
+    y = y * f + 2.402264791363012e-1
+    y = y * f + 6.931472028550421e-1
+    y = y * f + 1.0
+    return (y * 16777216.0).to(tl.int64), exponent.to(tl.int64)

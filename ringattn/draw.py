@@ -1,12 +1,13 @@
 """Draw one token a row from slices of a vocabulary: local words, one collective, a decision that every rank repeats.
 
 The slices may all lie in this process (a simulated world, for tests) or one on each rank of a group; nothing here
-depends on which. On CUDA the local words come from `ringattn.kernels.gumbel`, with the same bits.
+depends on which. On CUDA the local parts come from `ringattn.vocab_triton`, with the same bits.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,16 +123,15 @@ def draw(parts: Sequence[Slice], rows: Rows, request: Request, ranks: Ranks, col
         ranks: the collectives.
         collective: one of `COLLECTIVES`; both give the same tokens.
     """
-    cuda = parts[0].logits.is_cuda
-    local = _kernels() if cuda else vocab
+    local = _local(parts[0].logits.device)
     if not request.candidates:
-        if cuda and len(parts) == 1 and ranks.comm is None:
+        if len(parts) == 1 and ranks.comm is None:
             return Sample(*local.tokens(parts[0], rows))
         keys = [local.winner(part, rows) for part in parts]
         best = ranks.max(keys) if collective == "all_reduce" else ranks.gather(keys).amax(dim=0)
-        return Sample(*(local.decode(best) if cuda else decode(best)))
+        return Sample(*local.decode(best))
     words = ranks.gather([local.words(part, rows, request) for part in parts])
-    if cuda and request.certain and not request.header:
+    if request.certain and not request.header:
         return Sample(*local.decide(words, rows))
     merged = merge(words, rows, request)
     if not request.certain:
@@ -140,10 +140,31 @@ def draw(parts: Sequence[Slice], rows: Rows, request: Request, ranks: Ranks, col
     return Sample(ids, status, _logprobs(parts, rows, merged, status, request, ranks) if request.logprobs else None)
 
 
-def _kernels():
-    from ringattn.kernels import gumbel
+class Local:
+    """The parts of a draw that need no other rank, in plain torch: the definition."""
 
-    return gumbel
+    decode = staticmethod(decode)
+    winner = staticmethod(vocab.winner)
+    words = staticmethod(vocab.words)
+
+    @staticmethod
+    def tokens(part: Slice, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Ids and statuses where one slice holds the whole vocabulary."""
+        return decode(vocab.winner(part, rows))
+
+    @staticmethod
+    def decide(words: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Ids and statuses where the candidates are sure to decide."""
+        return decode(merge(words, rows, Request(words.shape[2], header=False)).keys)
+
+
+def _local(device: torch.device) -> Any:
+    """Who computes the local parts for tensors of this device; the bits do not depend on it."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return Local
+    from ringattn import vocab_triton
+
+    return vocab_triton
 
 
 def _finish(parts: Sequence[Slice], rows: Rows, merged: Merged, request: Request, ranks: Ranks) -> Merged:

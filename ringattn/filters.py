@@ -106,8 +106,8 @@ def merge(words: Tensor, rows: Rows, request: Request) -> Merged:
         best = torch.where(free, score, best)
         logit = torch.where(free, words[:, :, 1].gather(0, owner[None])[0], logit)
         certified |= free
-    best = torch.where(rows.invalid(), POISON_PARAMETER, best)
     best = torch.where(candidates[:, 0] == POISON_NAN, POISON_NAN, best)
+    best = torch.where(rows.invalid(), POISON_PARAMETER, best)
     certified |= best >= POISON_PARAMETER
     total = torch.zeros_like(top_bin) if total is None else total
     return Merged(best, logit, certified, candidates, top_bin, total, floor)

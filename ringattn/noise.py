@@ -138,6 +138,9 @@ def gumbel(seed: Tensor, position: Tensor, sample: Tensor, ids: Tensor, tag: int
     """
     high = _word(seed, (ids >> 2, position, sample, tag), ids & 3)
     tail = torch.where(high < TAIL_BELOW, 0, TAIL)  # the midpoint, where the low bits do not matter
+    if high.is_cuda:  # the host must not wait, and cannot while a graph is captured
+        low = _word(seed, (ids >> 2, position, sample, tag | TAIL), ids & 3)
+        return -log(exponential(high, torch.where(high < TAIL_BELOW, low, TAIL)))
     rare = (high < TAIL_BELOW).nonzero(as_tuple=True)
     seed, position, sample, ids = (x.expand(high.shape)[rare] for x in (seed, position, sample, ids))
     tail[rare] = _word(seed, (ids >> 2, position, sample, tag | TAIL), ids & 3)

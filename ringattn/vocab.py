@@ -1,6 +1,6 @@
 """What one rank knows of a draw: its slice of the vocabulary, the parameters of the rows, and the words it must send.
 
-Pure functions of tensors: no process group. `ringattn.kernels.gumbel` computes the same words on CUDA, bit for bit.
+Pure functions of tensors: no process group. `ringattn.vocab_triton` computes the same on CUDA, bit for bit.
 
 Words of a row, int64. Plain rows send one, the winner's key. Otherwise `HEADER` words (unless the request says that
 every row is decided by its candidates) and then the keys of the `candidates` largest logits of the slice, descending,
@@ -170,7 +170,7 @@ def words(part: Slice, rows: Rows, request: Request) -> Tensor:
         return top
     drawn = pack(scores(logits, _ids(part), rows), _ids(part))
     best = _poison(_largest(drawn), rows)
-    logit = _largest(torch.where(drawn == best[:, None], keys, 0))
+    logit = _largest(torch.where((drawn == best[:, None]) & is_token(drawn), keys, 0))
     return torch.cat([best[:, None], logit[:, None], masses_by_bin(tokens, rows.temperature), top], dim=1)
 
 
@@ -181,7 +181,7 @@ def _largest(keys: Tensor) -> Tensor:
 
 
 def _poison(keys: Tensor, rows: Rows) -> Tensor:
-    return torch.where(rows.invalid(), keys.clamp(min=POISON_PARAMETER), keys)
+    return torch.where(rows.invalid(), POISON_PARAMETER, keys)
 
 
 def mass_parts(keys: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,377 @@
+"""The largest logits of each row's slice, and the filtered draw from the largest of all slices: three launches.
+
+1. `bound_kernel` reads the row once and keeps maxima of many interleaved groups; the last program of a row finds the
+   coarse m-th largest of these. At least m logits reach it, and seldom many more.
+2. `collect_kernel` reads the row again, collects what reaches the bound, and the last program of a row sorts it by
+   counting. Where too many reach it (equal logits), that program selects exactly instead, bit by bit.
+3. `decide_kernel` merges the lists of all slices, cuts them by min-p, top-k and top-p, and draws from what is left.
+
+Same bits as `ringattn.vocab.words` and `ringattn.filters.merge` for requests without header.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.config import Launch
+from ringattn.kernels.gumbel import (
+    NO_TOKEN_BELOW,
+    POISON_NAN,
+    POISON_PARAMETER,
+    edit_arguments,
+    edited_logits,
+    options,
+    row_arguments,
+    store_decoded,
+)
+from ringattn.kernels.noise import exact_score, exp2_parts, log, pack
+from ringattn.kernels.workspace import zeros
+
+LOWEST = tl.constexpr(-(1 << 31))
+"""Order of no token; that of -inf is LOWEST + 0x7FFFFF."""
+CHUNK = tl.constexpr(128)
+"""Neighbouring columns that a program reads together; programs of a row take turns, so that no cluster of large logits
+falls to one."""
+CAPACITY = 256
+"""Collected logits that are sorted by counting; more take the exact select."""
+UNIT = tl.constexpr(11)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _order(values):
+    """int32, monotone in the values; a NaN is the largest, -inf and less the lowest."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    signed = tl.where(values == -float("inf"), LOWEST, signed)
+    return tl.where(values != values, 0x7FFFFFFF, signed)
+
+
+@triton.jit
+def _columns(tile, tiles, TILE: tl.constexpr):
+    return _place(tl.arange(0, TILE), tile, tiles)
+
+
+@triton.jit
+def _place(index, tile, tiles):
+    return (index // CHUNK * tiles + tile) * CHUNK + index % CHUNK
+
+
+@triton.jit
+def bound_kernel(
+    logits, mask, bias, counts, prompt, repetitions, presences, frequencies,
+    arrived, maxima, bounds,
+    logits_stride, mask_stride, bias_stride, counts_stride, prompt_stride,
+    repetition_step, presence_step, frequency_step,
+    width, tiles, wanted,
+    TILE: tl.constexpr, GROUPS: tl.constexpr, ALL: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
+):  # fmt: skip
+    """bounds[row]: an order that at least `wanted` tokens of the row reach, or LOWEST. ALL >= tiles * GROUPS."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    column = _columns(tile, tiles, TILE)
+    value = edited_logits(
+        logits + row * logits_stride, mask + row * mask_stride, bias + row * bias_stride, counts + row * counts_stride,
+        prompt + row * prompt_stride, column, column < width, tl.load(repetitions + row * repetition_step),
+        tl.load(presences + row * presence_step), tl.load(frequencies + row * frequency_step),
+        MASK, BIAS, COUNTS, PROMPT,
+    )  # fmt: skip
+    largest = tl.max(tl.reshape(_order(value), (TILE // GROUPS, GROUPS)), axis=0)
+    tl.store(maxima + (row * tiles + tile) * GROUPS + tl.arange(0, GROUPS), largest)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1) == tiles - 1:
+        tl.store(arrived + row, 0)
+        tl.debug_barrier()
+        index = tl.arange(0, ALL)
+        every = tl.load(maxima + row * tiles * GROUPS + index, mask=index < tiles * GROUPS, other=LOWEST, volatile=True)
+        # The upper 16 bits decide nearly as well as all 32: what lies between is collected as well.
+        bound = tl.full((), LOWEST, tl.int32)
+        for bit in tl.static_range(31, 15, -1):
+            trial = bound ^ LOWEST if bit == 31 else bound + (1 << bit)
+            reached = tl.sum((every >= trial).to(tl.int32), axis=0)
+            bound = tl.where(reached >= wanted, trial, bound)
+        tl.store(bounds + row, bound)
+
+
+@triton.jit
+def collect_kernel(
+    logits, mask, bias, counts, prompt, repetitions, presences, frequencies,
+    state, bounds, collected, out,
+    logits_stride, mask_stride, bias_stride, counts_stride, prompt_stride,
+    repetition_step, presence_step, frequency_step, out_stride,
+    start, width, tiles, wanted,
+    TILE: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
+):  # fmt: skip
+    """out[row]: keys of the `wanted` largest tokens, descending; 0 where there are fewer, all poison with a NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    logits += row * logits_stride
+    mask += row * mask_stride
+    bias += row * bias_stride
+    counts += row * counts_stride
+    prompt += row * prompt_stride
+    repetition = tl.load(repetitions + row * repetition_step)
+    presence = tl.load(presences + row * presence_step)
+    frequency = tl.load(frequencies + row * frequency_step)
+    collected += row * CAPACITY
+    state += row * 2
+    bound = tl.load(bounds + row)
+    column = _columns(tile, tiles, TILE)
+    value = edited_logits(
+        logits, mask, bias, counts, prompt, column, column < width, repetition, presence, frequency,
+        MASK, BIAS, COUNTS, PROMPT,
+    )  # fmt: skip
+    hit = (_order(value) >= bound) & (_order(value) > LOWEST)
+    if tl.max(hit.to(tl.int32), axis=0) > 0:
+        for first in range(0, TILE, PIECE):  # in pieces, for the registers that 64-bit keys and places take
+            some = _place(first + tl.arange(0, PIECE), tile, tiles)
+            again = edited_logits(
+                logits, mask, bias, counts, prompt, some, some < width, repetition, presence, frequency,
+                MASK, BIAS, COUNTS, PROMPT,
+            )  # fmt: skip
+            near = (_order(again) >= bound) & (_order(again) > LOWEST)
+            place = tl.atomic_add(state + tl.zeros_like(some), 1, mask=near, sem="relaxed")
+            tl.store(collected + place, pack(again, start + some), mask=near & (place < CAPACITY))
+    tl.debug_barrier()
+    if tl.atomic_add(state + 1, 1) == tiles - 1:
+        found = tl.atomic_xchg(state, 0).to(tl.int32)
+        tl.store(state + 1, 0)
+        tl.debug_barrier()
+        if found > CAPACITY:
+            found = _select(
+                logits, mask, bias, counts, prompt, repetition, presence, frequency, collected, start, width, wanted,
+                PIECE, MASK, BIAS, COUNTS, PROMPT,
+            )  # fmt: skip
+            tl.debug_barrier()
+        index = tl.arange(0, CAPACITY)
+        keys = tl.load(collected + index, mask=index < found, other=0, volatile=True)
+        ranks = tl.zeros_like(index)
+        STEP: tl.constexpr = 16
+        for piece in range(0, CAPACITY, STEP):
+            at = piece + tl.arange(0, STEP)
+            others = tl.load(collected + at, mask=at < found, other=0, volatile=True)
+            ranks += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), axis=1)
+        poisoned = tl.max(keys, axis=0) == POISON_NAN
+        out += row * out_stride
+        tl.store(out + index, tl.where(poisoned, POISON_NAN, 0), mask=(index < wanted) & (poisoned | (index >= found)))
+        tl.store(out + ranks, keys, mask=(ranks < wanted) & (index < found) & ~poisoned)
+
+
+@triton.jit
+def _select(
+    logits, mask, bias, counts, prompt, repetition, presence, frequency, collected, start, width, wanted,
+    TILE: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
+):  # fmt: skip
+    """Collect exactly the `wanted` largest tokens of a row (all, if fewer): one program, 34 passes. Returns how many.
+
+    Only for rows in which more than CAPACITY tokens reach the bound: many equal logits, or few allowed ones.
+    """
+    bound = tl.full((), LOWEST, tl.int32)
+    for bit in range(31, -1, -1):
+        trial = bound ^ (tl.full((), 1, tl.int32) << bit)
+        reached = tl.zeros((), tl.int32)
+        for first in range(0, width, TILE):
+            column = first + tl.arange(0, TILE)
+            value = edited_logits(
+                logits, mask, bias, counts, prompt, column, column < width, repetition, presence, frequency,
+                MASK, BIAS, COUNTS, PROMPT,
+            )  # fmt: skip
+            reached += tl.sum((_order(value) >= trial).to(tl.int32), axis=0)
+        bound = tl.where(reached >= wanted, trial, bound)
+    above = tl.zeros((), tl.int32)
+    for first in range(0, width, TILE):
+        column = first + tl.arange(0, TILE)
+        value = edited_logits(
+            logits, mask, bias, counts, prompt, column, column < width, repetition, presence, frequency,
+            MASK, BIAS, COUNTS, PROMPT,
+        )  # fmt: skip
+        above += tl.sum((_order(value) > bound).to(tl.int32), axis=0)
+    # Strictly larger ones fill the front, the first equal ones the rest.
+    front = tl.zeros((), tl.int32)
+    back = above
+    for first in range(0, width, TILE):
+        column = first + tl.arange(0, TILE)
+        value = edited_logits(
+            logits, mask, bias, counts, prompt, column, column < width, repetition, presence, frequency,
+            MASK, BIAS, COUNTS, PROMPT,
+        )  # fmt: skip
+        order = _order(value)
+        larger = (order > bound).to(tl.int32)
+        equal = ((order == bound) & (order > LOWEST)).to(tl.int32)
+        place = tl.where(larger > 0, front + tl.cumsum(larger, axis=0) - 1, back + tl.cumsum(equal, axis=0) - 1)
+        tl.store(collected + place, pack(value, start + column), mask=(larger + equal > 0) & (place < wanted))
+        front += tl.sum(larger, axis=0)
+        back += tl.sum(equal, axis=0)
+    return tl.minimum(back, wanted)
+
+
+@triton.jit
+def _values(keys):
+    signed = ((keys >> 31) - 0x80000000).to(tl.int32)
+    return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decide_kernel(
+    words, seeds, positions, samples, temperatures, top_ks, top_ps, min_ps, repetitions, presences, frequencies,
+    out_ids, out_status, merged,
+    seed_step, position_step, sample_step, temperature_step, top_k_step, top_p_step, min_p_step,
+    repetition_step, presence_step, frequency_step,
+    slices, batch, wanted,
+    ALL: tl.constexpr, SORT: tl.constexpr,
+):  # fmt: skip
+    """Ids and statuses from the candidates (slices, B, wanted) of all slices, for chained requests."""
+    row = tl.program_id(0).to(tl.int64)
+    seed = tl.load(seeds + row * seed_step)
+    position = tl.load(positions + row * position_step)
+    sample = tl.load(samples + row * sample_step)
+    temperature = tl.load(temperatures + row * temperature_step)
+    top_k = tl.load(top_ks + row * top_k_step)
+    top_p = tl.load(top_ps + row * top_p_step)
+    min_p = tl.load(min_ps + row * min_p_step)
+    repetition = tl.load(repetitions + row * repetition_step)
+    presence = tl.load(presences + row * presence_step)
+    frequency = tl.load(frequencies + row * frequency_step)
+
+    index = tl.arange(0, ALL)
+    listed = index < slices * wanted
+    keys = tl.load(words + (index // wanted * batch + row) * wanted + index % wanted, mask=listed, other=0)
+    if SORT:
+        merged += row * ALL
+        ranks = tl.zeros_like(index)
+        STEP: tl.constexpr = 32
+        for piece in range(0, ALL, STEP):
+            at = piece + tl.arange(0, STEP)
+            others = tl.load(
+                words + (at // wanted * batch + row) * wanted + at % wanted, mask=at < slices * wanted, other=0
+            )
+            before = (others[None, :] > keys[:, None]) | (
+                (others[None, :] == keys[:, None]) & (at[None, :] < index[:, None])
+            )
+            ranks += tl.sum(before.to(tl.int32), axis=1)
+        tl.store(merged + ranks, keys)
+        tl.debug_barrier()
+        keys = tl.load(merged + index, volatile=True)
+
+    # Every row has a top-k within what each slice lists, so the first top-k of the merged list are those of the whole.
+    known = (keys >= NO_TOKEN_BELOW) & (keys < POISON_PARAMETER)
+    values = tl.where(known, _values(keys), -float("inf"))
+    largest = tl.max(values, axis=0)
+    floor = largest + temperature * log(tl.minimum(tl.maximum(min_p, 1.1754943508222875e-38), 1.0))
+    floor = tl.where(min_p > 0, floor, -float("inf"))
+    kept = tl.minimum(tl.sum((known & (values >= floor)).to(tl.int64), axis=0), top_k)
+
+    scale = LOG2E / tl.where(temperature == 0, 1.0, temperature).to(tl.float64)
+    power = tl.where(known, values, 0.0).to(tl.float64) * scale
+    power = tl.minimum(tl.maximum(power, -549755813888.0), 549755813888.0)
+    mantissa, exponent = exp2_parts(power)
+    bins = tl.where(known, exponent >> 3, -(1 << 40))
+    left = UNIT - 8 * (tl.max(bins, axis=0) - bins)
+    mass = tl.where(known, mantissa << (exponent & 7), 0)
+    mass = tl.where(
+        left >= 0, mass << tl.minimum(tl.maximum(left, 0), UNIT), mass >> tl.minimum(tl.maximum(-left, 0), 63)
+    )
+    sums = tl.cumsum(mass, axis=0)
+    total = tl.sum(tl.where(index < kept, mass, 0), axis=0)
+    need = tl.maximum(tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
+    reached = 1 + tl.sum((known & (sums < need)).to(tl.int64), axis=0)
+    kept = tl.where(top_p < 1, tl.minimum(kept, reached), kept)
+    kept = tl.where(temperature == 0, 1, kept)
+
+    ids = (0x7FFFFFFF - (keys & 0x7FFFFFFF)).to(tl.int32)
+    score, _ = exact_score(values, ids, seed, position, sample, temperature)
+    best = tl.max(tl.where(known & (index < kept), pack(score, ids), 0), axis=0)
+    best = tl.where(best < NO_TOKEN_BELOW, 0, best)
+    fine = (temperature >= 0) & (temperature <= 1e30) & (repetition > 0) & (repetition < float("inf"))
+    fine = fine & (tl.abs(presence) < float("inf")) & (tl.abs(frequency) < float("inf"))
+    fine = fine & (position >= 0) & (position <= 0xFFFFFFFF) & (sample >= 0) & (sample <= 0xFFFFFFFF)
+    fine = fine & (top_k >= 0) & (top_p >= 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
+    best = tl.where(tl.max(keys, axis=0) == POISON_NAN, POISON_NAN, best)
+    best = tl.where(fine, best, POISON_PARAMETER)
+    store_decoded(best, out_ids + row, out_status + row)
+
+
+TILE, WARPS = 4096, 8
+
+
+def listing(part: Any, rows: Any, wanted: int) -> Tensor:
+    """Keys of the `wanted` largest tokens of each row of a slice, descending, int64 (B, wanted): two launches.
+
+    Args:
+        part: `ringattn.vocab.Slice`.
+        rows: `ringattn.vocab.Rows`.
+        wanted: at most CAPACITY.
+    """
+    out = torch.empty(len(part.logits), wanted, dtype=torch.int64, device=part.logits.device)
+    if not part.logits.numel():
+        return out.zero_()
+    for launch in listing_launches(part, rows, out):
+        launch()
+    return out
+
+
+def listing_launches(part: Any, rows: Any, out: Tensor, tile: int = TILE, warps: int = WARPS) -> list[Launch]:
+    """The launches of `listing` as data."""
+    (batch, width), wanted, device = part.logits.shape, out.shape[1], out.device
+    tile = min(tile, max(1024, triton.next_power_of_2(width)))
+    tiles = triton.cdiv(triton.cdiv(width, 128), tile // 128)
+    # Eight times as many groups as wanted keep two large logits from often sharing one.
+    groups = min(tile // 8, max(16, triton.next_power_of_2(triton.cdiv(8 * wanted, tiles))))
+    everything = triton.next_power_of_2(tiles * groups)
+    edits = edit_arguments(part)
+    params = {k: v for k, v in row_arguments(rows).items() if k.startswith(("repetition", "presence", "frequenc"))}
+    words = zeros(3 * batch, device)
+    bounds = torch.empty(batch, dtype=torch.int32, device=device)
+    shared = edits | params | {"bounds": bounds, "width": width, "tiles": tiles, "wanted": wanted, "TILE": tile}
+    bound = shared | {
+        "arrived": words[:batch],
+        "maxima": torch.empty(batch, tiles * groups, dtype=torch.int32, device=device),
+        "GROUPS": groups,
+        "ALL": everything,
+    }
+    collect = shared | {
+        "state": words[batch:],
+        "collected": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
+        "out": out,
+        "out_stride": out.stride(0),
+        "start": part.start,
+        "PIECE": 1024,
+        "CAPACITY": CAPACITY,
+    }
+    grid, how = (batch, tiles), options(warps)
+    return [Launch(bound_kernel, grid, bound, how), Launch(collect_kernel, grid, collect, how)]
+
+
+def decide(words: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+    """Ids and statuses (B,) from candidates (slices, B, wanted), for chained requests with top-k in 1..`wanted`."""
+    ids, status = torch.empty(2, words.shape[1], dtype=torch.int64, device=words.device)
+    if words.shape[1]:
+        decide_launch(words, rows, ids, status)()
+    return ids, status
+
+
+def decide_launch(words: Tensor, rows: Any, ids: Tensor, status: Tensor) -> Launch:
+    """The launch of `decide` as data."""
+    slices, batch, wanted = words.shape
+    everything = max(32, triton.next_power_of_2(slices * wanted))
+    args = {
+        "words": words,
+        "out_ids": ids,
+        "out_status": status,
+        "merged": torch.empty(batch, everything, dtype=torch.int64, device=words.device) if slices > 1 else words,
+        "slices": slices,
+        "batch": batch,
+        "wanted": wanted,
+        "ALL": everything,
+        "SORT": slices > 1,
+    }
+    args |= row_arguments(rows)
+    for name in ("top_k", "top_p", "min_p"):
+        value = getattr(rows, name)
+        args |= {f"{name}s": value, f"{name}_step": 0 if len(value) == 1 else value.stride(0)}
+    return Launch(decide_kernel, (batch,), args, options(4 if everything <= 256 else 8))
