@@ -1,11 +1,13 @@
 """The CPU backend is the reference, and torch's flash kernel never sees what it would get wrong."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from ringattn import attention
 from ringattn.backends import Problem, cpu, reference
 from ringattn.layout import LAYOUTS, make_shards
 from ringattn.mask import CAUSAL, FULL, OPEN, Band, window
@@ -216,6 +218,17 @@ def test_large_scores_stay_exact(sign):
         found[:2] + found[4:], expected[:2] + expected[4:], tolerance=1e-11
     )  # dq and dk are zero but for rounding
     assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("band", [CAUSAL, window(3, 1)], ids=str)
+def test_gradients_through_the_public_call(band):
+    q, k, v, _ = (x.requires_grad_() for x in make_inputs(1, 2, 1, 9, 4, 3, dtype=torch.float64))
+    call = partial(attention, mask=band, backend="cpu", return_lse=True)
+    assert torch.autograd.gradcheck(call, (q, k, v))
+    assert torch.equal(attention(q, k, v), attention(q, k, v, backend="cpu"))
+    with pytest.raises(ValueError, match="backend 'cpu' cannot take this.*no softcap, got 2.0"):
+        attention(q, k, v, softcap=2.0, backend="cpu")
+    assert torch.equal(attention(q, k, v, softcap=2.0), attention(q, k, v, softcap=2.0, backend="reference"))
 
 
 def test_refusals_name_what_is_wrong():

@@ -23,11 +23,10 @@ from ringattn.plan import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_ROWS = 128
-"""Rows of a strip of a window. Per visible pair, strips cost 1.2 times what full attention does at a window of 1024 keys,
-1.4 at 512, 1.9 at 256 (fp32, D=64); strips of 256 rows 1.3, 1.7 and 2.4, of 32 rows 1.3, 1.5 and 1.8."""
+"""Rows of a strip of a window: of 64, 128 and 256, the fastest at windows of 1024 keys and more; 64 is below that."""
 SLAB_KEYS = 1536
-"""Keys up to which a strip is one masked piece; beyond it, the keys that all rows see are a piece without a mask. At a
-window of 1024 keys the forward pass takes 77 ms with it, 86 ms without (S=4096, H=4)."""
+"""Keys up to which a strip is one masked piece: 77 ms at a window of 1024 keys, where a piece without a mask for what
+all rows of the strip see, and two masked ones for the edges, take 86 ms (docs/findings/cpu.md)."""
 SAFE_LAG = 80.0
 """Difference of two LSEs up to which exp of its negative is a normal float32 (1.8e-35)."""
 
