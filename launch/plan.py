@@ -91,26 +91,35 @@ def make_rank_plans(
     ]
 
 
-def traffic(schedule: Schedule, sizes: Sequence[int], kv_bytes: int, grad_bytes: int) -> tuple[int, int]:
+def traffic(
+    schedule: Schedule, sizes: Sequence[int], width: int, itemsize: int, grad_itemsize: int = 4
+) -> tuple[int, int]:
     """Bytes that a rank sends, forward and backward.
 
     Args:
         schedule: of the rank.
         sizes: tokens of every rank.
-        kv_bytes: of keys and values of one token, all K/V heads.
-        grad_bytes: of their gradients.
+        width: elements of keys and values of one token, over the batch and all K/V heads.
+        itemsize: bytes of such an element.
+        grad_itemsize: bytes of an element of their gradients.
 
     Returns:
         `(forward, backward)`. With `steps` hops of equal blocks on a ring, that is `steps |KV|` and
-        `steps |KV| + (steps + 1) |dKV|`. An empty block counts as nothing, though one element of it travels.
+        `steps |KV| + (steps + 1) |dKV|`. Where there is nothing to send, one element travels.
     """
 
     def sent(transfers: Sequence[Transfer], size: int) -> int:
-        return sum(sizes[transfer.block] * size for transfer in transfers)
+        return sum(size * max(width * _tokens(transfer, sizes), 1) for transfer in transfers)
 
-    forward = sum(sent(step.sends, kv_bytes) for step in schedule.forward)
-    backward = sum(sent(step.sends, kv_bytes) + sent(step.grad_sends, grad_bytes) for step in schedule.backward)
+    forward = sum(sent(step.sends, itemsize) for step in schedule.forward)
+    backward = sum(sent(step.sends, itemsize) + sent(step.grad_sends, grad_itemsize) for step in schedule.backward)
     return forward, backward
+
+
+def _tokens(transfer: Transfer, sizes: Sequence[int]) -> int:
+    if transfer.rows is None:
+        return sizes[transfer.block]
+    return sum(end - begin for begin, end in transfer.rows)
 
 
 def describe(options: argparse.Namespace) -> Iterator[str]:
@@ -172,9 +181,8 @@ def steps_picture(plan: RankPlan, sizes: Sequence[int]) -> Iterator[str]:
     """One rank: what it sends, receives and computes at each step, with the picture of each visit."""
     yield f"rank {plan.rank}: rows are its queries, columns the keys of a block ({_legend()})"
     for number, step in enumerate(plan.schedule.forward):
-        moves = [f"sends {t.block} to {t.peer}" for t in step.sends] + [
-            f"gets {t.block} from {t.peer}" for t in step.recvs
-        ]
+        moves = [f"sends {_part(t)} to {t.peer}" for t in step.sends]
+        moves += [f"gets {_part(t)} from {t.peer}" for t in step.recvs]
         yield f"step {number}: " + "; ".join([*moves, *(f"computes on {visit.block}" for visit in step.visits)])
         for visit in step.visits:
             for line in _grid(plan.tiles[visit.block], sizes[plan.rank], sizes[visit.block]):
@@ -185,17 +193,16 @@ def steps_picture(plan: RankPlan, sizes: Sequence[int]) -> Iterator[str]:
 
 def summary(plans: Sequence[RankPlan], sizes: Sequence[int], options: argparse.Namespace) -> Iterator[str]:
     """Tokens, kernel calls, pairs, balance and bytes."""
-    itemsize = DTYPES[options.dtype].itemsize
-    token = 2 * options.kv_heads * options.head_dim
+    itemsize, width = DTYPES[options.dtype].itemsize, 2 * options.kv_heads * options.head_dim
     rows: list[tuple[str, ...]] = [("rank", "tokens", "launches", "pairs", "share", "sent fwd", "sent bwd")]
-    total = sum(plan.pairs for plan in plans) or 1
+    total, alone = sum(plan.pairs for plan in plans), options.rank is not None
     for plan in plans:
-        forward, backward = traffic(plan.schedule, sizes, token * itemsize, token * 4)
-        share = f"{plan.pairs / total:.1%}" if len(plans) > 1 else "-"
+        forward, backward = traffic(plan.schedule, sizes, width, itemsize)
+        share = "-" if alone or not total else f"{plan.pairs / total:.1%}"
         counts = (plan.rank, sizes[plan.rank], plan.launches, plan.pairs, share, _bytes(forward), _bytes(backward))
         rows.append(tuple(map(str, counts)))
     yield from plain_lines(rows)
-    if len(plans) > 1:
+    if total and not alone:
         busiest = max(plan.pairs for plan in plans) * len(plans) / total
         yield f"balance: the busiest rank computes {busiest:.2f} times the mean"
     yield f"bytes: {options.kv_heads} K/V heads of {options.head_dim}, {options.dtype}, gradients float32, batch 1"
@@ -241,6 +248,14 @@ def _held(span: Span, begin: int, end: int) -> int:
     """Number of a span's positions in begin..end."""
     first, last = (min(max(-(-(edge - span.start) // span.step), 0), span.size) for edge in (begin, end))
     return last - first
+
+
+def _part(transfer: Transfer) -> str:
+    """What travels: a block by its number, with the rows if not all do."""
+    if transfer.rows is None:
+        return str(transfer.block)
+    rows = ", ".join(f"{begin}:{end}" for begin, end in transfer.rows)
+    return f"{transfer.block}[{rows or 'nothing'}]"
 
 
 def _range(band: Band | None) -> str:

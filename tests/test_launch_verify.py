@@ -65,8 +65,8 @@ def test_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
     _, result = verified(tmp_path / "result.json", "--nproc", "3", "--seq-len", "100")
     sizes = shard_sizes("zigzag", (100,), 3)
     plans = make_rank_plans("zigzag", CAUSAL, 100, 3, "ring", range(3))
-    token = 2 * 2 * 8 * 4  # keys and values, two heads of 8, float32
-    assert result["bytes_sent"] == [2 * sum(traffic(plan.schedule, sizes, token, token)) for plan in plans]
+    width = 2 * 2 * 8  # keys and values, two heads of 8
+    assert result["bytes_sent"] == [2 * sum(traffic(plan.schedule, sizes, width, 4)) for plan in plans]
 
 
 def lossy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
