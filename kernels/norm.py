@@ -258,7 +258,7 @@ def norm_forward(
         weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
         target = summed if summed is None else rows_of(summed)[0]
         forward_launch(x, residual, weight, bias, y, target, stats, eps=eps, center=center, config=config)()
-        if summed is not None and target is not summed:
+        if summed is not None and target is not None and target is not summed:
             summed.copy_(target)
     return y, summed, stats
 

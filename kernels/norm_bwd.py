@@ -218,7 +218,8 @@ def norm_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         zeros = torch.zeros(columns, dtype=torch.float32, device=x.device)
-        return dx, None if weight is None else zeros.to(weight.dtype), bias_dtype and zeros.to(bias_dtype)
+        dweight = None if weight is None else zeros.to(weight.dtype)
+        return dx, dweight, None if bias_dtype is None else zeros.to(bias_dtype)
     dy, x = rows_of(dy)[0], rows_of(x)[0]
     dsummed = None if dsummed is None else rows_of(dsummed)[0]
     weight = None if weight is None else weight.contiguous()

@@ -68,7 +68,7 @@ def _rope_kernel(
     position = token.to(tl.int64)
     if LOOK_UP:
         at = positions + batch.to(tl.int64) * position_strides[0] + position * position_strides[1]
-        position = tl.load(at, mask=real, other=0)
+        position = tl.load(at, mask=real, other=0).to(tl.int64)
     known = (position >= 0) & (position < table_rows)
     pair = tl.arange(0, PAIRS)[None, :]
     at = position[:, None] * pairs + pair
