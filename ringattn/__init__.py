@@ -1,7 +1,7 @@
 """Exact attention over one sequence that lives on many GPUs, and exact sampling over one vocabulary that does."""
 
 from ringattn.attention import attention, ring_attention
-from ringattn.mask import CAUSAL, FULL, Band, window
+from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.merge import merge, merge_states
 from ringattn.shard import positions, shard, shard_batch, tie, unshard
 
@@ -13,6 +13,7 @@ __all__ = [
     "merge",
     "merge_states",
     "positions",
+    "prefix_lm",
     "ring_attention",
     "shard",
     "shard_batch",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.comm import NEEDS, OFF, ON, TRANSPORTS, VALIDATE, Group, Terms, get_comm, group_name, ring_place
 from ringattn.dispatch import check_choice, choose_backend
-from ringattn.layout import layout_name, shard_sizes
+from ringattn.layout import document_lengths, layout_name, shard_sizes
 from ringattn.mask import FULL, Band, as_band
 from ringattn.ops import Options, run_attention
 from ringattn.schedule import schedule_name
@@ -42,9 +42,11 @@ def ring_attention(
     layout: str = "contiguous",
     mask: Band | str = FULL,
     seq_len: int | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    schedule: str = "ring",
+    sinks: Tensor | None = None,
+    schedule: str | None = None,
     transport: str | None = None,
     backend: str | None = None,
     grad_dtype: torch.dtype = torch.float32,
@@ -65,12 +67,19 @@ def ring_attention(
         key: (B, G, S, D); G divides H, and K/V head g serves query heads g * H / G onwards.
         value: (B, G, S, Dv).
         group: ProcessGroup or one-dimensional DeviceMesh; None is the default group, or a world of one without any.
-        layout: how the sequence is sharded: "contiguous", "zigzag" (or "headtail") or "striped".
-        mask: a `Band` of lags or its name: "full", "causal", `window(left, right)`; in global positions.
+        layout: how the sequence is sharded: "contiguous", "zigzag" (or "headtail"), "striped", and for packed documents
+            "balanced" or "per_document".
+        mask: a `Band` of lags or its name: "full", "causal", `window(left, right)`, `prefix_lm(length)`; in global
+            positions.
         seq_len: tokens of the whole sequence; None means that all shards are equal.
+        documents: lengths of the documents that are packed into the sequence, or their running sums from 0 on
+            (cu_seqlens), on the CPU. Tokens of different documents do not see each other.
         scale: factor of the scores; None is 1 / sqrt(D).
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them alone.
-        schedule: "ring" (O(S / N) memory) or "all_gather" (O(S) memory, one exchange).
+        sinks: (H,), a learned score a head that takes weight and gives no value; added once, after the last merge. Its
+            gradient is this rank's part, as for every parameter.
+        schedule: "ring", "direct" (only needed rows move, straight from their owners) or "all_gather" (one exchange,
+            O(S) memory where the others take O(S / N)); None is "ring", or "direct" for packed documents.
         transport: "p2p", or "host" (through host memory over gloo); None chooses by device and group.
         backend: "triton", "cpu" or "reference"; None takes the first that can.
         grad_dtype: dtype in which gradients of keys and values travel. They are summed in float32 (float64 for
@@ -96,11 +105,13 @@ def ring_attention(
     """
     return _attend(
         (query, key, value),
+        sinks,
         group_name(group),
         unknown,
         layout=layout,
         mask=mask,
         seq_len=seq_len,
+        documents=documents,
         scale=scale,
         softcap=softcap,
         schedule=schedule,
@@ -119,8 +130,10 @@ def attention(
     value: Tensor,
     *,
     mask: Band | str = FULL,
+    documents: Sequence[int] | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
     qkv_format: str = "bhsd",
     return_lse: bool = False,
@@ -129,7 +142,8 @@ def attention(
     """Attention on one device, by the kernels that `ring_attention` runs: what a ring is compared with.
 
     Args:
-        query, key, value, mask, scale, softcap, backend, qkv_format, return_lse: as in `ring_attention`.
+        query, key, value, mask, documents, scale, softcap, sinks, backend, qkv_format, return_lse: as in
+            `ring_attention`.
 
     Returns:
         As `ring_attention` in a world of one.
@@ -145,9 +159,11 @@ def attention(
     """
     return _attend(
         (query, key, value),
+        sinks,
         "",
         unknown,
         mask=mask,
+        documents=documents,
         scale=scale,
         softcap=softcap,
         backend=backend,
@@ -158,6 +174,7 @@ def attention(
 
 def _attend(
     qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
     group: str,
     unknown: dict[str, Any],
     *,
@@ -167,9 +184,10 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Check the arguments; let the other ranks know if they are wrong; run the op."""
     comm = get_comm(group) if group and not torch.compiler.is_compiling() else None
-    grad = _grad_state(qkv)
+    grad = _grad_state((*qkv, sinks))
     try:
         query, key, value = _check_tensors(qkv, qkv_format, unknown)
+        _check_sinks(sinks, query)
         options = _check_options(query, key, value, group=group, bshd=qkv_format == "bshd", **settings)
     except (ValueError, NotImplementedError) as error:
         validate = settings.get("validate")
@@ -180,9 +198,9 @@ def _attend(
     if comm is not None and grad == ON:
         # Nothing here requires a gradient, but if something on another rank does, the ring runs backward on all.
         agreed = True
-        if comm.due(options.validate) and comm.agree(options.terms(query, key, value, grad)):
+        if comm.due(options.validate) and comm.agree(options.terms(query, key, value, sinks, grad)):
             query = query.detach().requires_grad_()
-    out, lse = run_attention(query, key, value, grad, agreed, *options)
+    out, lse = run_attention(query, key, value, sinks, grad, agreed, *options)
     out = out.transpose(1, 2) if options.bshd else out
     return (out, lse) if return_lse else out
 
@@ -231,6 +249,16 @@ def _check_tensors(
     return query, key, value
 
 
+def _check_sinks(sinks: Any, query: Tensor) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.shape != query.shape[1:2] or not sinks.is_floating_point():
+        what = f"{sinks.dtype} of shape {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else repr(sinks)
+        raise ValueError(f"sinks must be a floating tensor of shape (H,) = ({query.shape[1]},), got {what}")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks must be on query's device {query.device}, got {sinks.device}")
+
+
 def _autocast(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors in autocast's dtype, if autocast is on for their device; float64 is left alone, as torch does."""
     device = qkv[0].device.type
@@ -253,7 +281,8 @@ def _check_options(
     group: str,
     layout: str = "contiguous",
     seq_len: int | None = None,
-    schedule: str = "ring",
+    documents: Sequence[int] | Tensor | None = None,
+    schedule: str | None = None,
     transport: str | None = None,
     grad_dtype: torch.dtype = torch.float32,
     validate: str | None = None,
@@ -261,14 +290,16 @@ def _check_options(
     """The settings of a call, each checked."""
     band = as_band(mask)
     softcap = 0.0 if softcap is None else _number("softcap", softcap)
+    lengths = _lengths(query.shape[2], layout, seq_len, documents, group)
     return Options(
         layout=layout_name(layout),
         lo=band.lo,
         hi=band.hi,
-        lengths=_lengths(query.shape[2], layout, seq_len, group),
+        prefix=band.prefix,
+        lengths=lengths,
         scale=1 / math.sqrt(query.shape[3]) if scale is None else _number("scale", scale),
         softcap=softcap,
-        schedule=schedule_name(schedule),
+        schedule=schedule_name(schedule or ("ring" if len(lengths) == 1 else "direct")),
         transport=check_choice("transport", transport, (None, *TRANSPORTS)) or "",
         backend=_backend_now(backend, query, key, value, softcap),
         grad_dtype=check_choice("grad_dtype", grad_dtype, GRAD_DTYPES),
@@ -289,16 +320,18 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _lengths(tokens: int, layout: str, seq_len: int | None, group: str) -> tuple[int, ...]:
+def _lengths(tokens: int, layout: str, seq_len: int | None, documents: Any, group: str) -> tuple[int, ...]:
     """The lengths of documents over all ranks, if this rank holds what the layout deals it."""
     rank, world = ring_place(group)
-    if seq_len is None:
+    if seq_len is None and documents is None:
         return (tokens * world,)
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0):
         raise ValueError(f"seq_len must be a non-negative int, got {seq_len!r}")
-    dealt = shard_sizes(layout_name(layout), (seq_len,), world)[rank]
+    lengths = document_lengths(documents) if documents is not None else (seq_len or 0,)
+    total = sum(lengths)
+    if seq_len is not None and seq_len != total:
+        raise ValueError(f"documents hold {total} tokens in all, but seq_len={seq_len}")
+    dealt = shard_sizes(layout_name(layout), lengths, world)[rank]
     if dealt != tokens:
-        raise ValueError(
-            f"rank {rank} of {world} holds {dealt} tokens of seq_len={seq_len} in layout {layout!r}, got {tokens}"
-        )
-    return (seq_len,)
+        raise ValueError(f"rank {rank} of {world} holds {dealt} tokens of {total} in layout {layout!r}, got {tokens}")
+    return lengths

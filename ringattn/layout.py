@@ -8,10 +8,13 @@ the world size. Lengths need not divide by anything: the first ranks (or chunks)
 `torch.tensor_split`, and a rank may hold nothing.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,85 @@ def striped(lengths: tuple[int, ...], world: int) -> tuple[Shard, ...]:
     return _shards([[(r, total, world)] for r in range(world)], lengths)
 
 
-LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+def per_document(lengths: tuple[int, ...], world: int) -> tuple[Shard, ...]:
+    """Each document is dealt in zigzag order, from a rank that moves on with every document.
+
+    All ranks share in all documents, so causal work is even, but almost all keys have to move.
+    """
+    starts = [0, *accumulate(lengths)]
+    ranges: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
+    for document, length in enumerate(lengths):
+        pieces = [(starts[document] + a, starts[document] + b, step) for a, b, step in _pieces(length, 2 * world)]
+        for place in range(world):
+            ranges[(place + document) % world] += [pieces[place], pieces[2 * world - 1 - place]]
+    return _shards(ranges, lengths)
+
+
+CHUNK, LEAST_CHUNKS = 1024, 8
+"""The balanced layout deals chunks of about 1024 tokens, and at least 8 of them to a rank."""
+
+WHOLE = 1.02
+"""A document is kept on one rank where that rank then has at most 1.02 times the mean work."""
+
+
+def balanced(lengths: tuple[int, ...], world: int) -> tuple[Shard, ...]:
+    """Chunks dealt by causal work, the same number to each rank; documents that fit stay whole.
+
+    Largest first, each to the rank with the least work that has room (longest processing time first; Graham, 1969).
+    Work is as even as in `per_document`, while documents shorter than a shard need not move.
+    """
+    total = sum(lengths)
+    share = max(1, min(total // world, max(LEAST_CHUNKS, -(-total // (CHUNK * world)))))
+    pieces = _pieces(total, share * world)
+    work, home = _piece_work(pieces, lengths)
+    together: dict[int, list[int]] = {}
+    for piece, document in enumerate(home):
+        together.setdefault(document, []).append(piece)
+    waiting = [(-sum(work[piece] for piece in group), group) for group in together.values()]
+    heapify(waiting)
+    loads = [(0, rank) for rank in range(world)]
+    dealt: list[list[int]] = [[] for _ in range(world)]
+    while waiting:
+        negative, group = heappop(waiting)
+        passed = []
+        while loads and share - len(dealt[loads[0][1]]) < len(group):
+            passed.append(heappop(loads))
+        if not loads or (len(group) > 1 and (loads[0][0] - negative) * world > WHOLE * sum(work)):
+            for piece in group:
+                heappush(waiting, (-work[piece], [piece]))
+        else:
+            load, rank = heappop(loads)
+            dealt[rank] += group
+            passed.append((load - negative, rank))
+        for entry in passed:
+            if len(dealt[entry[1]]) < share:
+                heappush(loads, entry)
+    return _shards([[pieces[piece] for piece in sorted(own)] for own in dealt], lengths)
+
+
+def _piece_work(pieces: list[tuple[int, int, int]], lengths: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Causal (query, key) pairs of each piece, and the document of its first token."""
+    ends = list(accumulate(lengths))
+    work, home = [], []
+    for begin, end, _ in pieces:
+        first = document = bisect_right(ends, begin)
+        pairs = 0
+        while begin < end:
+            start, stop = ends[document] - lengths[document], min(end, ends[document])
+            pairs += (stop - begin) * (begin + stop + 1 - 2 * start) // 2
+            begin, document = stop, document + 1
+        work.append(pairs)
+        home.append(first)
+    return work, home
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": striped,
+    "per_document": per_document,
+    "balanced": balanced,
+}
 """Every layout by name."""
 
 ALIASES = {"headtail": "zigzag"}
@@ -108,6 +189,30 @@ def make_shards(layout: str, lengths: tuple[int, ...], world: int) -> tuple[Shar
     return LAYOUTS[layout_name(layout)](lengths, world)
 
 
+def document_lengths(documents: Any) -> tuple[int, ...]:
+    """The lengths of packed documents.
+
+    Args:
+        documents: lengths, or their running sums from 0 on (`cu_seqlens`), as ints in a sequence or a CPU tensor.
+
+    Raises:
+        ValueError: anything else; a document without tokens; a CUDA tensor, which could not be read without waiting.
+
+    Example:
+        >>> document_lengths([3, 5]), document_lengths([0, 3, 8])
+        ((3, 5), (3, 5))
+    """
+    if getattr(documents, "is_cuda", False):
+        raise ValueError("documents must be on the CPU: a CUDA tensor would make every call wait for the device")
+    given = documents.tolist() if hasattr(documents, "tolist") else documents
+    if not isinstance(given, list | tuple) or not given or not all(type(entry) is int for entry in given):
+        raise ValueError(f"documents must be one or more lengths, or cu_seqlens, as ints; got {documents!r}")
+    lengths = [after - before for before, after in zip(given, given[1:], strict=False)] if given[0] == 0 else given
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"each document must have at least one token, got lengths {list(lengths)}")
+    return tuple(lengths)
+
+
 def shard_size(shard: Shard) -> int:
     """Number of tokens in a rank's shard."""
     return sum(span.size for span in shard)
@@ -140,11 +245,10 @@ def _shard(ranges: list[tuple[int, int, int]], ends: list[int]) -> Shard:
     spans: list[Span] = []
     offset = 0
     for position, end, step in ranges:
-        for document, document_end in enumerate(ends):
-            stop = min(end, document_end)
-            if position < stop:
-                size = -(-(stop - position) // step)
-                spans.append(Span(offset, position, size, step, document))
-                offset += size
-                position += size * step
+        while position < end:
+            document = bisect_right(ends, position)
+            size = -(-(min(end, ends[document]) - position) // step)
+            spans.append(Span(offset, position, size, step, document))
+            offset += size
+            position += size * step
     return tuple(spans)

@@ -52,6 +52,27 @@ def merge_into(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     lse.copy_(shift + torch.log(total))
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add one more score a head, that of a sink with value 0, to final states, in place.
+
+    Args:
+        out, lse: (B, H, M, D) and (B, H, M).
+        sinks: (H,), in the dtype of lse.
+
+    Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023 (arXiv 2309.17453), with a
+    learned score in place of the first tokens, as in gpt-oss.
+    """
+    total = torch.logaddexp(lse, sinks.unsqueeze(-1))
+    out.mul_(torch.exp(lse - finite_shift(total)).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of the sinks' scores, (H,), from the final lse and the row term delta, both (B, H, M)."""
+    weights = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.unsqueeze(-1) - lse))
+    return -(weights * delta).sum(dim=(0, 2))
+
+
 def finite_shift(largest: Tensor) -> Tensor:
     """The largest exponent of a row, or 0 where there is none, so that subtracting it never makes -inf - -inf."""
     return torch.where(largest == -torch.inf, 0.0, largest)

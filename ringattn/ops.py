@@ -4,7 +4,6 @@ Their schema holds tensors, names and numbers; inside, plan and schedule come fr
 as their fakes, whatever the strides of the inputs.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from ringattn.comm import Buffers, Comm, Nowhere, Terms, get_comm
 from ringattn.dispatch import choose_backend, load_backend
 from ringattn.layout import shard_sizes
 from ringattn.mask import Band
-from ringattn.merge import row_delta
+from ringattn.merge import add_sinks, row_delta, sinks_gradient
 from ringattn.ring import Job, backward, forward, run
 from ringattn.schedule import make_schedule
 
@@ -26,6 +25,7 @@ class Options(NamedTuple):
     layout: str
     lo: int
     hi: int
+    prefix: int
     lengths: tuple[int, ...]
     scale: float
     softcap: float
@@ -37,120 +37,141 @@ class Options(NamedTuple):
     group: str
     validate: str
 
-    def terms(self, q: Tensor, k: Tensor, v: Tensor, grad: int) -> Terms:
+    @property
+    def band(self) -> Band:
+        """The mask."""
+        return Band(self.lo, self.hi, self.prefix)
+
+    def terms(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: int) -> Terms:
         """What all ranks must have in common."""
         common = self._asdict()
-        for private in ("group", "validate", "lo", "hi"):
+        for private in ("group", "validate", "lo", "hi", "prefix"):
             del common[private]
         common["lengths"] = tuple(self.lengths)
-        common["mask"] = str(Band(self.lo, self.hi))
+        common["mask"] = str(self.band)
         common["shapes"] = f"B={q.shape[0]} H={q.shape[1]} G={k.shape[1]} D={q.shape[3]} Dv={v.shape[3]}"
         common["dtype"], common["device"] = str(q.dtype), q.device.type
+        common["sinks"] = "none" if sinks is None else str(sinks.dtype)
         return Terms(common, grad)
 
 
-@torch.library.custom_op("ringattn::attention", mutates_args=())
+_KINDS = {
+    str: "str",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+    tuple[int, ...]: "SymInt[]",
+}
+_OPTIONS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in Options.__annotations__.items())
+
+
+@torch.library.custom_op(
+    "ringattn::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, int grad, bool agreed, {_OPTIONS}) -> (Tensor, Tensor)",
+)
 def run_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: int,
-    agreed: bool,
-    layout: str,
-    lo: int,
-    hi: int,
-    lengths: Sequence[int],
-    scale: float,
-    softcap: float,
-    schedule: str,
-    transport: str,
-    backend: str,
-    grad_dtype: torch.dtype,
-    bshd: bool,
-    group: str,
-    validate: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: int, agreed: bool, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    backend = backend or choose_backend(None, q, k, v, softcap)
-    options = Options(
-        layout, lo, hi, tuple(lengths), scale, softcap, schedule, transport, backend, grad_dtype, bshd, group, validate
-    )
-    comm = get_comm(group) if group else None
-    if comm is not None and not agreed and comm.due(validate):
-        comm.agree(options.terms(q, k, v, grad))
+    """The output (B, H, S, Dv) in q's dtype, and the LSE.
+
+    Args:
+        q, k, v, sinks: as in `ring_attention`, heads before tokens.
+        grad: whether gradients are off, on or needed here, as in `ringattn.comm`.
+        agreed: the ranks have compared their options already.
+        settings: the fields of `Options`.
+    """
+    options = _complete(Options(*settings), q, k, v)
+    comm = get_comm(options.group) if options.group else None
+    if comm is not None and not agreed and comm.due(options.validate):
+        comm.agree(options.terms(q, k, v, sinks, grad))
     job = _job(options, comm, q)
-    out, lse = _empty(q, v.shape[3], bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
-    one_visit = sum(len(step.visits) for step in job.schedule.forward) == 1
+    out, lse = _empty(q, v.shape[3], options.bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
+    one_visit = sum(len(step.visits) for step in job.schedule.forward) == 1 and sinks is None
     state = out if one_visit or out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
     with torch.autocast(q.device.type, enabled=False):  # it would round the products of a backend in torch
         run(forward(job, q, k, v, state, lse))
+        if sinks is not None:
+            add_sinks(state, lse, sinks.to(lse.dtype))
     if state is not out:
         out.copy_(state)
     return out, lse
 
 
 @run_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, grad: int, agreed: bool, *options: Any) -> tuple[Tensor, Tensor]:
-    return _empty(q, v.shape[3], Options(*options).bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, grad: int, agreed: bool, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    return _empty(q, v.shape[3], Options(*settings).bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
 
 
-@torch.library.custom_op("ringattn::attention_backward", mutates_args=())
-def _attention_backward(
+@torch.library.custom_op(
+    "ringattn::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def run_attention_backward(
     do: Tensor,
     dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    layout: str,
-    lo: int,
-    hi: int,
-    lengths: Sequence[int],
-    scale: float,
-    softcap: float,
-    schedule: str,
-    transport: str,
-    backend: str,
-    grad_dtype: torch.dtype,
-    bshd: bool,
-    group: str,
-    validate: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    backend = backend or choose_backend(None, q, k, v, softcap)
-    options = Options(
-        layout, lo, hi, tuple(lengths), scale, softcap, schedule, transport, backend, grad_dtype, bshd, group, validate
-    )
-    job = _job(options, get_comm(group) if group else None, q)
-    dq, dk, dv = (_empty(x, x.shape[3], bshd) for x in (q, k, v))
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and of the sinks (empty without sinks), from those of the output and the LSE."""
+    options = _complete(Options(*settings), q, k, v)
+    job = _job(options, get_comm(options.group) if options.group else None, q)
+    dq, dk, dv = (_empty(x, x.shape[3], options.bshd) for x in (q, k, v))
     state = dq if dq.dtype == lse.dtype else torch.empty_like(dq, dtype=lse.dtype)
     with torch.autocast(q.device.type, enabled=False):
         delta = getattr(job.backend, "row_delta", row_delta)(do, out, dlse)
         run(backward(job, do, q, k, v, out, lse, delta, state, dk, dv))
+        dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks.to(lse.dtype), lse, delta).to(sinks.dtype)
     if state is not dq:
         dq.copy_(state)
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
-@_attention_backward.register_fake
+@run_attention_backward.register_fake
 def _(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    bshd = Options(*options).bshd
-    return _empty(q, q.shape[3], bshd), _empty(k, k.shape[3], bshd), _empty(v, v.shape[3], bshd)
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_empty(x, x.shape[3], Options(*settings).bshd) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, _, _, *options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.options = options
+    q, k, v, sinks, _, _, *settings = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.settings = settings
 
 
 def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    gradients = _attention_backward(do, dlse, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, *(None for _ in ctx.options))
+    sinks = ctx.saved_tensors[3]
+    dq, dk, dv, dsinks = run_attention_backward(do, dlse, *ctx.saved_tensors, *ctx.settings)
+    return (dq, dk, dv, None if sinks is None else dsinks, None, None, *(None for _ in ctx.settings))
 
 
 run_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _complete(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Options:
+    """The options with hashable lengths, and with the backend that a compiled graph leaves open."""
+    backend = options.backend or choose_backend(None, q, k, v, options.softcap)
+    return options._replace(lengths=tuple(options.lengths), backend=backend)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -173,7 +194,7 @@ _local = Buffers()
 def _job(options: Options, comm: Comm | None, q: Tensor) -> Job:
     """Everything that the executor needs, from caches."""
     rank, world = (comm.rank, comm.world) if comm else (0, 1)
-    place = (options.layout, Band(options.lo, options.hi), options.lengths, world, rank)
+    place = (options.layout, options.band, options.lengths, world, rank)
     return Job(
         rank=rank,
         sizes=shard_sizes(options.layout, options.lengths, world),

@@ -78,17 +78,43 @@ def make_plan(layout: str, band: Band, lengths: tuple[int, ...], world: int, ran
         >>> [len(tiles) for tiles in make_plan("zigzag", Band(lo=0), (16,), 4, rank=1)]
         [1, 1, 1, 1]
     """
-    shards = make_shards(layout, lengths, world)
-    return tuple(make_tiles(shards[rank], keys, band) for keys in shards)
+    shards = _documents_of_shards(layout, lengths, world)
+    return tuple(_tiles(shards[rank], keys, band) for keys in shards)
+
+
+def wanted_rows(layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int) -> tuple["Rows", ...]:
+    """The rows of this rank's keys that each rank needs; arguments as in `make_plan`."""
+    shards = _documents_of_shards(layout, lengths, world)
+    return tuple(key_rows(_tiles(queries, shards[rank], band)) for queries in shards)
 
 
 def make_tiles(queries: Shard, keys: Shard, band: Band) -> Tiles:
     """The tiles of one shard of queries on one shard of keys, joined where possible, ordered by rows."""
+    return _tiles(_documents(queries), _documents(keys), band)
+
+
+Documents = dict[int, list[Span]]
+"""The spans of a shard by document."""
+
+
+def _documents(shard: Shard) -> Documents:
+    spans: Documents = {}
+    for span in shard:
+        spans.setdefault(span.document, []).append(span)
+    return spans
+
+
+@lru_cache(maxsize=64)
+def _documents_of_shards(layout: str, lengths: tuple[int, ...], world: int) -> tuple[Documents, ...]:
+    return tuple(_documents(shard) for shard in make_shards(layout, lengths, world))
+
+
+def _tiles(queries: Documents, keys: Documents, band: Band) -> Tiles:
     tiles = [
         tile
-        for keys_part, part_band in _by_prefix(keys, band)
-        for mine, theirs in _by_document(queries, keys_part)
-        for tile in _cover(mine, theirs, part_band)
+        for document in queries.keys() & keys.keys()
+        for part, part_band in _by_prefix(keys[document], band)
+        for tile in _cover(queries[document], part, part_band)
     ]
     return tuple(sorted(tiles, key=lambda tile: (tile.q_begin, tile.k_begin)))
 
@@ -130,7 +156,7 @@ def pick_rows(tiles: Tiles, rows: Rows) -> Tiles:
     return tuple(sorted(picked, key=lambda tile: (tile.q_begin, tile.k_begin)))
 
 
-def _by_prefix(keys: Shard, band: Band) -> list[tuple[Shard, Band]]:
+def _by_prefix(keys: Sequence[Span], band: Band) -> list[tuple[Sequence[Span], Band]]:
     """Keys inside and beyond the band's prefix, each with the band that they are under."""
     if not band.prefix:
         return [(keys, band)]
@@ -142,21 +168,7 @@ def _by_prefix(keys: Shard, band: Band) -> list[tuple[Shard, Band]]:
         if count < span.size:
             first = span.start + count * span.step
             beyond.append(replace(span, offset=span.offset + count, start=first, size=span.size - count))
-    return [(tuple(inside), band.over_prefix()), (tuple(beyond), Band(band.lo, band.hi))]
-
-
-def _by_document(queries: Shard, keys: Shard) -> list[tuple[Sequence[Span], Sequence[Span]]]:
-    """The spans of queries and of keys of each document that both hold."""
-    theirs = _documents(keys)
-    return [(mine, theirs[document]) for document, mine in _documents(queries).items() if document in theirs]
-
-
-@lru_cache(maxsize=4096)
-def _documents(shard: Shard) -> dict[int, list[Span]]:
-    spans: dict[int, list[Span]] = {}
-    for span in shard:
-        spans.setdefault(span.document, []).append(span)
-    return spans
+    return [(inside, band.over_prefix()), (beyond, Band(band.lo, band.hi))]
 
 
 def _visible(q: Span, k: Span, band: Band) -> bool:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from ringattn.layout import make_shards
 from ringattn.mask import Band
-from ringattn.plan import Plan, Rows, Tiles, key_rows, make_plan, make_tiles, pick_rows, sees
+from ringattn.plan import Plan, Rows, Tiles, key_rows, make_plan, pick_rows, sees, wanted_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ def ring(work: Work) -> Schedule:
     forward, backward = [], []
     for index, block in enumerate(blocks):
         slot, grad_slot = index % 2, index % 3
-        keys: dict[str, tuple[Transfer, ...]] = {}
-        grads: dict[str, tuple[Transfer, ...]] = {}
+        keys: dict[str, Any] = {}
+        grads: dict[str, Any] = {}
         if index < len(hops):
             hop = hops[index]
             keys["sends"] = (Transfer(block, (rank + hop) % world, slot),)
@@ -192,15 +193,16 @@ def direct(work: Work) -> Schedule:
         slot, grad_slot = index % 2, 1 + index % 2 if index else home
         held = rows[index] if index else None
         tiles = pick_rows(work.plan[peer], held) if held is not None else work.plan[peer]
-        keys: dict[str, tuple[Transfer, ...]] = {"visits": (Visit(peer, slot, grad_slot, tiles, held),)}
-        grads: dict[str, tuple[Transfer, ...]] = {}
+        visits = (Visit(peer, slot, grad_slot, tiles, held),)
+        keys: dict[str, Any] = {}
+        grads: dict[str, Any] = {}
         if index + 1 < len(below):
             keys["sends"] = (Transfer(rank, above[index + 1], outgoing, wanted[above[index + 1]]),)
             keys["recvs"] = (Transfer(below[index + 1], below[index + 1], 1 - slot, rows[index + 1]),)
         if index > 1:
             grads = _returned(index - 1, below, above, rows, wanted, landing)
-        forward.append(Step(**keys))
-        backward.append(Step(**keys, **grads))
+        forward.append(Step(**keys, visits=visits))
+        backward.append(Step(**keys, **grads, visits=visits))
     last = len(below) - 1
     if last == 0:
         return Schedule(tuple(forward), tuple(backward), slots=1, grad_slots=1, home=home)
@@ -210,7 +212,7 @@ def direct(work: Work) -> Schedule:
 
 def _returned(
     index: int, below: list[int], above: list[int], rows: list[Rows], wanted: tuple[Rows, ...], landing: int
-) -> dict[str, tuple[Transfer, ...]]:
+) -> dict[str, Any]:
     """The gradients of the visit at `index` go back to the owner; what others computed at theirs is added at home."""
     owner, user, rank = below[index], above[index], below[0]
     return {
@@ -245,13 +247,12 @@ def make_schedule(name: str, layout: str, band: Band, lengths: tuple[int, ...], 
         >>> len(make_schedule("ring", "contiguous", Band(0, 9), (400,), 4, rank=0).forward)
         2
     """
-    shards = make_shards(layout, lengths, world)
     work = Work(
         rank=rank,
         world=world,
         distances=_distances(layout, band, lengths, world),
         plan=make_plan(layout, band, lengths, world, rank),
-        wanted=lambda: tuple(key_rows(make_tiles(queries, shards[rank], band)) for queries in shards),
+        wanted=lambda: wanted_rows(layout, band, lengths, world, rank),
     )
     return SCHEDULES[schedule_name(name)](work)
 
@@ -266,10 +267,13 @@ def _distances(layout: str, band: Band, lengths: tuple[int, ...], world: int) ->
     owned = sorted(((span, owner) for owner, shard in enumerate(shards) for span in shard), key=lambda o: o[0].start)
     starts = [span.start for span, _ in owned]
     reach = list(accumulate((span.last for span, _ in owned), max))
+    ends = list(accumulate(lengths))
     found = {0}
     for q, rank in reversed(owned):
-        first = bisect_left(reach, q.start - band.hi)
-        for k, owner in owned[first : bisect_right(starts, q.last - band.lo)]:
+        end = ends[q.document]
+        first = bisect_left(reach, max(q.start - band.hi, end - lengths[q.document]))
+        past = bisect_right(starts, min(max(q.last - band.lo, band.prefix - 1), end - 1))
+        for k, owner in owned[first:past]:
             if (rank - owner) % world not in found and sees(q, k, band):
                 found.add((rank - owner) % world)
         if len(found) == world:

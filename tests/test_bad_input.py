@@ -52,8 +52,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "is_causal": (tensors, {"is_causal": True}, "is_causal.*mask='causal'"),
     "dropout": (tensors, {"dropout_p": 0.1}, "dropout_p=0.1"),
     "attn_mask": (tensors, {"attn_mask": None}, "attn_mask.*mask="),
-    "length": (tensors, {"seq_len": 13}, "4 tokens of seq_len=13.*got 6"),
+    "length": (tensors, {"seq_len": 13}, "4 tokens of 13 .*got 6"),
     "length of text": (tensors, {"seq_len": "18"}, "seq_len.*'18'"),
+    "documents that do not add up": (tensors, {"seq_len": 18, "documents": [5, 12]}, "17 tokens.*seq_len=18"),
+    "empty document": (tensors, {"documents": [6, 0, 12]}, r"\[6, 0, 12\]"),
+    "sinks of the wrong shape": (tensors, {"sinks": torch.zeros(2)}, r"sinks.*\(4,\).*\(2,\)"),
+    "sinks of ints": (tensors, {"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks.*torch.int32"),
 }
 
 # Nothing is wrong with any rank alone: they do not fit one another.
@@ -69,6 +73,8 @@ DISAGREEMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "shards": (lambda: tensors(tokens=5), {}, r"lengths: rank 0 has \(18,\), rank 1 has \(15,\)"),
     "batches": (lambda: tensors(batch=2), {}, "shapes: rank 0 has 'B=1.*rank 1 has 'B=2"),
+    "documents": (tensors, {"documents": [9, 9]}, r"lengths: rank 0 has \(18,\), rank 1 has \(9, 9\)"),
+    "sinks": (tensors, {"sinks": torch.zeros(4)}, "sinks: rank 0 has 'none', rank 1 has 'torch.float32'"),
     "heads of keys": (lambda: tensors(kv_heads=1), {}, "rank 1 has 'B=1 H=4 G=1"),
 }
 
@@ -91,7 +97,14 @@ def test_a_fault_on_one_rank_is_an_error_on_all():
     run(check_cases, WORLD, timeout=120)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("length", "transport", "schedule", "layout")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in CASES
+        if name not in ("length", "transport", "schedule", "layout", "documents that do not add up")
+    ],
+)
 def test_one_device_names_it_too(name):
     make, options, words = CASES[name]
     if name in ("grad_dtype", "validate", "length of text"):

@@ -1,10 +1,23 @@
 """Every layout holds each position exactly once, for any length over any world."""
 
+import random
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.layout import LAYOUTS, make_shards, shard_positions, shard_sizes
+from ringattn.layout import (
+    CHUNK,
+    LAYOUTS,
+    LEAST_CHUNKS,
+    document_lengths,
+    make_shards,
+    shard_positions,
+    shard_sizes,
+)
+from ringattn.mask import CAUSAL
+from ringattn.plan import key_rows, make_plan
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=5).map(tuple)
 
@@ -27,10 +40,60 @@ def test_spans_stay_inside_their_document_and_follow_one_another(layout, lengths
             offset += span.size
 
 
-@given(st.sampled_from(list(LAYOUTS)), st.integers(0, 50), st.integers(1, 9))
+@given(st.sampled_from(["contiguous", "zigzag", "striped", "per_document"]), st.integers(0, 50), st.integers(1, 9))
 def test_shards_are_even_to_a_few_tokens(layout, length, world):
     sizes = shard_sizes(layout, (length,), world)
     assert max(sizes) - min(sizes) <= (2 if layout == "zigzag" else 1)
+
+
+def lognormal_pack(tokens: int, seed: int) -> tuple[int, ...]:
+    """Lengths as in a real mix of documents: log-normal, mean about 4k."""
+    draw, lengths = random.Random(seed), []
+    while sum(lengths) < tokens:
+        lengths.append(min(max(1, int(draw.lognormvariate(7.6, 1.2))), tokens // 4, tokens - sum(lengths)))
+    return tuple(lengths)
+
+
+def figures(layout: str, lengths: tuple[int, ...], world: int) -> tuple[float, float]:
+    """Largest work over the mean, and the share of remote keys that have to move, under a causal mask."""
+    plans = [make_plan(layout, CAUSAL, lengths, world, rank) for rank in range(world)]
+    work = [sum(tile.pairs for tiles in plan for tile in tiles) for plan in plans]
+    moved = [
+        end - begin
+        for rank, plan in enumerate(plans)
+        for tiles in plan[:rank] + plan[rank + 1 :]
+        for begin, end in key_rows(tiles)
+    ]
+    return max(work) * world / sum(work), sum(moved) / ((world - 1) * sum(lengths))
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+def test_balanced_is_even_and_moves_less(world):
+    lengths = lognormal_pack(world * 8192, seed=world)
+    work, moved = figures("balanced", lengths, world)
+    assert work < 1.1 < figures("zigzag", lengths, world)[0]
+    assert moved < 0.8 * figures("per_document", lengths, world)[1]
+    assert figures("per_document", lengths, world)[0] < 1.01
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_balanced_deals_equal_counts_of_chunks(lengths, world):
+    """Shards differ by at most one token a chunk."""
+    sizes = shard_sizes("balanced", lengths, world)
+    assert max(sizes) - min(sizes) <= max(LEAST_CHUNKS, -(-sum(lengths) // (CHUNK * world)))
+
+
+def test_document_lengths():
+    for given_form in ((3, 5), [3, 5], [0, 3, 8], torch.tensor([3, 5]), torch.tensor([0, 3, 8], dtype=torch.int32)):
+        assert document_lengths(given_form) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "documents", [(), (3, 0), (3, -1), [0], [0, 3, 3], (1.5,), 7, "ab", torch.tensor([[3]]), torch.tensor([1.0])]
+)
+def test_bad_documents_are_named(documents):
+    with pytest.raises(ValueError, match="document"):
+        document_lengths(documents)
 
 
 def test_known_shards():
@@ -44,7 +107,7 @@ def test_known_shards():
 @pytest.mark.parametrize(
     ("layout", "lengths", "world", "words"),
     [
-        ("spiral", (8,), 2, "'spiral'.*contiguous, zigzag, striped, headtail"),
+        ("spiral", (8,), 2, "'spiral'.*contiguous, zigzag, striped, per_document, balanced, headtail"),
         (None, (8,), 2, "None"),
         ("zigzag", (8,), 0, "at least 1, got 0"),
         ("zigzag", (8, -1), 2, "-1"),

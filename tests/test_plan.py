@@ -63,7 +63,7 @@ def test_tiles_are_tight_and_know_their_work_and_place(layout, band, lengths, wo
                 assert tile.k_start == positions[source][tile.k_begin]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "per_document"])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL])
 @pytest.mark.parametrize("length", [64, 61, 5])
 def test_a_visited_block_is_one_tile(layout, mask, length):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from ringattn.backends import reference
 from ringattn.layout import LAYOUTS, shard_sizes
-from ringattn.mask import CAUSAL, FULL, Band, window
+from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
+from ringattn.plan import key_rows, make_plan
 from ringattn.schedule import SCHEDULES, make_schedule
 from ringattn.testing import Simulation, gate, make_inputs, simulate
 
@@ -18,6 +19,7 @@ MASKS = {
     "both_sides": window(7, 4),
     "past_only": Band(lo=3),
     "future": Band(-12, -2),
+    "prefix": prefix_lm(7),
 }
 WORLDS = [1, 2, 3, 4, 8]
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -93,7 +95,7 @@ def test_bytes_are_those_of_the_formula():
     """Forward steps * |KV|; backward steps * |KV| + (steps + 1) * |dKV|, of uneven blocks too."""
     inputs = make_inputs(2, 4, 2, 40, 8, 6)
     for world, mask, length in ((4, CAUSAL, 40), (4, window(3), 40), (3, FULL, 40), (1, FULL, 40)):
-        many = simulate(*inputs, world=world, layout="contiguous", mask=mask, backend="reference")
+        many = simulate(*inputs, world=world, layout="contiguous", mask=mask, backend="reference", schedule="ring")
         steps = len(make_schedule("ring", "contiguous", mask, (length,), world, 0).forward) - 1
         kv = [2 * 2 * size * (8 + 6) * 4 for size in shard_sizes("contiguous", (length,), world)]
         gradient_steps = steps + 1 if world > 1 else 0
@@ -102,6 +104,24 @@ def test_bytes_are_those_of_the_formula():
             assert many.sent_forward[rank] == sum(passed)
             back = [kv[(rank - distance) % world] for distance in range(gradient_steps)]
             assert many.sent_backward[rank] == sum(passed) + sum(back)
+
+
+def test_direct_sends_the_needed_rows_alone():
+    inputs, lengths, world = make_inputs(1, 2, 2, 60, 8), (7, 30, 1, 22), 5
+    for layout in LAYOUTS:
+        many = simulate(
+            *inputs, world=world, layout=layout, mask="causal", lengths=lengths, schedule="direct", backend="reference"
+        )
+        plans = [make_plan(layout, CAUSAL, lengths, world, rank) for rank in range(world)]
+        empty = 4  # a message of no rows holds one number
+        for rank in range(world):
+            others = [plan[rank] for number, plan in enumerate(plans) if number != rank]
+            needed = sum(2 * (8 + 8) * 4 * (end - begin) for tiles in others for begin, end in key_rows(tiles))
+            spare = empty * sum(not tiles for tiles in others)
+            assert needed <= many.sent_forward[rank] <= needed + spare
+            fetched = [tiles for number, tiles in enumerate(plans[rank]) if number != rank]
+            returned = sum(2 * (8 + 8) * 4 * (end - begin) for tiles in fetched for begin, end in key_rows(tiles))
+            assert needed + returned <= many.sent_backward[rank] <= needed + returned + 2 * empty * world
 
 
 def test_gradients_may_travel_in_fewer_bytes():
@@ -116,7 +136,7 @@ def test_gradients_may_travel_in_fewer_bytes():
     assert not torch.equal(small.dk, exact.dk) and torch.equal(small.dq, exact.dq)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_one_launch_a_visited_block(layout):
     inputs = make_inputs(1, 2, 2, 64, 4)
     many = simulate(*inputs, world=8, layout=layout, mask="causal", backend="reference")

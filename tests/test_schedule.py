@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.layout import LAYOUTS
-from ringattn.mask import CAUSAL, FULL, Band, window
+from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.plan import key_rows, make_plan
 from ringattn.schedule import SCHEDULES, Schedule, Step, make_schedule
 
-BANDS = [FULL, CAUSAL, window(0), window(3), window(9, 2), Band(5, 20), Band(-20, -5)]
+BANDS = [FULL, CAUSAL, window(0), window(3), window(9, 2), Band(5, 20), Band(-20, -5), prefix_lm(11), Band(0, 4, 9)]
 PLACES = st.tuples(
     st.sampled_from(list(SCHEDULES)),
     st.sampled_from(list(LAYOUTS)),
     st.sampled_from(BANDS),
-    st.integers(0, 40).map(lambda n: (n,)),
+    st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple),
     st.integers(1, 9),
 )
 
