@@ -35,7 +35,7 @@ def rms_norm(
         ValueError: shapes that do not fit, `inplace` without a residual or with gradients.
 
     Example:
-        >>> rms_norm(torch.tensor([[3.0, -3.0]])).tolist()
+        >>> rms_norm(torch.tensor([[3.0, -3.0]])).round(decimals=3).tolist()
         [[1.0, -1.0]]
     """
     return _normalize(x, weight, bias, residual, eps, inplace, center=False)

@@ -21,8 +21,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         ValueError: shapes or dtypes that differ, or an odd last dimension where it holds both.
 
     Example:
-        >>> swiglu(torch.tensor([[0.0, 2.0, 5.0, 1.0]])).tolist()
-        [[0.0, 1.7615941762924194]]
+        >>> swiglu(torch.tensor([[0.0, 32.0, 5.0, 2.0]])).tolist()
+        [[0.0, 64.0]]
     """
     if up is None:
         if not gate.dim() or gate.shape[-1] % 2:
