@@ -104,8 +104,8 @@ def sample(
         check: raise for rows without a token (reads the statuses on the host).
 
     Returns:
-        `Sample(ids, status, logprobs)`. A row that is all masked or -inf, or holds a NaN on any rank, has id -1, and its
-        status says why (`ringattn.keys.Status`); so has a row whose device tensors hold values out of range.
+        `Sample(ids, status, logprobs)`. A row that is all masked or -inf, or that holds a NaN on any rank, has id -1;
+        its status says why (`ringattn.keys.Status`). So has a row whose device tensors hold values out of range.
 
     Raises:
         ValueError: a number out of range, a tensor of the wrong shape, dtype or device, slices that overlap or leave
