@@ -3,6 +3,7 @@
 from ringattn.attention import attention, ring_attention
 from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.merge import merge, merge_states
+from ringattn.sampling import sample
 from ringattn.shard import positions, shard, shard_batch, tie, unshard
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "positions",
     "prefix_lm",
     "ring_attention",
+    "sample",
     "shard",
     "shard_batch",
     "tie",
