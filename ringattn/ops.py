@@ -160,8 +160,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    sinks = ctx.saved_tensors[3]
-    dq, dk, dv, dsinks = run_attention_backward(do, dlse, *ctx.saved_tensors, *ctx.settings)
+    saved = ctx.saved_tensors  # read once: under checkpointing, reading again would mean computing again
+    sinks = saved[3]
+    dq, dk, dv, dsinks = run_attention_backward(do, dlse, *saved, *ctx.settings)
     return (dq, dk, dv, None if sinks is None else dsinks, None, None, *(None for _ in ctx.settings))
 
 

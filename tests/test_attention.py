@@ -14,7 +14,8 @@ from ringattn import attention, ring_attention
 from ringattn.comm import get_comm, group_name
 from ringattn.launch.spawn import run
 from ringattn.layout import LAYOUTS, make_shards, shard_positions
-from ringattn.ops import run_attention
+from ringattn.mask import OPEN
+from ringattn.ops import Options, run_attention, run_attention_backward
 from ringattn.schedule import SCHEDULES
 from ringattn.testing import make_inputs
 
@@ -271,28 +272,15 @@ def test_autocast_casts_mixed_dtypes():
 @pytest.mark.parametrize("bshd", [False, True])
 def test_opcheck_with_permuted_inputs(bshd):
     q, k, v, _ = make_inputs(2, 4, 2, 6, 8)
-    settings = (
-        "contiguous",
-        0,
-        ringattn.mask.OPEN,
-        (6,),
-        0.5,
-        0.0,
-        "ring",
-        "",
-        "reference",
-        torch.float32,
-        bshd,
-        "",
-        "",
-    )
-    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2)):
+    options = Options("contiguous", 0, OPEN, 0, (6,), 0.5, 0.0, "ring", "", "reference", torch.float32, bshd, "", "")
+    for order, sinks in (((0, 1, 2, 3), None), ((0, 2, 1, 3), torch.zeros(4)), ((3, 1, 0, 2), None)):
         back = [order.index(n) for n in range(4)]
         permuted = [x.permute(order).contiguous().permute(back).requires_grad_() for x in (q, k, v)]
-        torch.library.opcheck(run_attention, (*permuted, 2, False, *settings))
-        out, lse = run_attention(*(x.detach() for x in permuted), 2, False, *settings)
-        inputs = (torch.ones(()).expand_as(out), torch.zeros_like(lse), *(x.detach() for x in permuted), out, lse)
-        torch.library.opcheck(torch.ops.ringattn.attention_backward, (*inputs, *settings))
+        torch.library.opcheck(run_attention, (*permuted, sinks, 2, False, *options))
+        inputs = [x.detach() for x in permuted]
+        out, lse = run_attention(*inputs, sinks, 2, False, *options)
+        grads = (torch.ones(()).expand_as(out), torch.zeros_like(lse))
+        torch.library.opcheck(run_attention_backward, (*grads, *inputs, sinks, out, lse, *options))
 
 
 def test_a_world_of_one_needs_no_process_group():

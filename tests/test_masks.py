@@ -1,4 +1,4 @@
-"""Packed documents, sinks, softcap, prefixes and latent heads over gloo equal dense attention in float64, on each rank."""
+"""Packed documents, sinks, softcap, prefixes and latent heads over gloo equal dense attention in float64."""
 
 import itertools
 
