@@ -472,7 +472,9 @@ def test_gpu_and_cpu_give_the_same_bits(width: int) -> None:
         {}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.95}, {"min_p": 0.02}, {"logprobs": 5},
         {"top_k": 40, "top_p": 0.8, "order": "joint"}, {"top_p": 0.999, "temperature": 3.0},
     ]  # fmt: skip
-    for dtype, request in itertools.product((torch.float32, torch.bfloat16, torch.float16), requests):
+    for dtype, request in itertools.product((torch.bfloat16, torch.float32, torch.float16), requests):
+        if width > 1000 and dtype != torch.bfloat16 and request:
+            continue  # the reference takes seconds
         logits = make_logits(6, width, seed=width).to(dtype)
         seed = torch.arange(6) * 12345678901
         expected = sample(logits, seed=seed, position=7, **request)
