@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.nn import functional as F
 
 from ringattn.comm import Group, Terms, gather_into, get_comm, group_name, resolve_group
-from ringattn.layout import Shard, layout_name, make_shards, shard_size
+from ringattn.layout import Shard, document_lengths, layout_name, make_shards, shard_size
 
+Documents = Sequence[int] | Tensor | None
 GRADS = ("slice", "sum")
 """What `unshard` does with the gradient of the whole sequence."""
 
@@ -34,7 +34,7 @@ GRADS = ("slice", "sum")
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def shard(x: Tensor, dim: int, group: Group = None, layout: str = "contiguous") -> Tensor:
+def shard(x: Tensor, dim: int, group: Group = None, layout: str = "contiguous", documents: Documents = None) -> Tensor:
     """This rank's tokens of a tensor that every rank holds whole.
 
     Args:
@@ -43,20 +43,23 @@ def shard(x: Tensor, dim: int, group: Group = None, layout: str = "contiguous") 
         group: process group or one-dimensional mesh that the sequence is spread over; None is the default
             group, or a world of one without torch.distributed.
         layout: name of a layout.
+        documents: lengths of the documents that are packed into the sequence, or their running sums from 0 on
+            (cu_seqlens), on the CPU; some layouts deal by them.
 
     Returns:
         A new contiguous tensor with `dim` cut to this rank's tokens, in the layout's order; it may be empty.
         Differentiable: the gradient holds this rank's part, zero elsewhere.
 
     Raises:
-        ValueError: unknown layout, dim out of range, a group that does not fit or that this rank is not in.
+        ValueError: unknown layout, dim out of range, documents that do not add up to the sequence, a group
+            that does not fit or that this rank is not in.
 
     Example:
         >>> shard(torch.arange(6), dim=0).tolist()  # in a world of one
         [0, 1, 2, 3, 4, 5]
     """
     dim = _checked_dim(x, dim)
-    return _cut(x, dim, layout_name(layout), x.size(dim), group_name(group))
+    return _cut(x, dim, layout_name(layout), _lengths(x.size(dim), documents), group_name(group))
 
 
 def unshard(
@@ -65,6 +68,7 @@ def unshard(
     group: Group = None,
     layout: str = "contiguous",
     seq_len: int | None = None,
+    documents: Documents = None,
     grad: str = "slice",
 ) -> Tensor:
     """The whole sequence on every rank, from the tokens that each holds: the inverse of `shard`.
@@ -76,7 +80,8 @@ def unshard(
         dim: the sequence dimension.
         group: as in `shard`.
         layout: as in `shard`.
-        seq_len: length of the whole sequence; None means equal shards.
+        seq_len: length of the whole sequence; None means equal shards, or the sum of `documents`.
+        documents: as in `shard`.
         grad: "slice" when every rank goes on to the same loss, counted once; "sum" when the losses differ and
             their sum is meant (one reduce-scatter, in float32 for 16-bit tensors).
 
@@ -95,12 +100,17 @@ def unshard(
         raise ValueError(f"unknown grad {grad!r}; choose one of {', '.join(GRADS)}")
     resolved = resolve_group(group)
     name, world = ("", 1) if resolved is None else (resolved.group_name, resolved.size())
-    total = x.size(dim) * world if seq_len is None else _checked_length(seq_len)
-    return _gather(x, dim, layout_name(layout), total, name, grad == "sum")
+    if seq_len is None and documents is None:
+        seq_len = x.size(dim) * world
+    return _gather(x, dim, layout_name(layout), _lengths(seq_len, documents), name, grad == "sum")
 
 
 def positions(
-    seq_len: int, group: Group = None, layout: str = "contiguous", device: torch.device | str | None = None
+    seq_len: int,
+    group: Group = None,
+    layout: str = "contiguous",
+    documents: Documents = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Global positions of this rank's tokens, for rotary embeddings and the like.
 
@@ -108,6 +118,7 @@ def positions(
         seq_len: length of the whole sequence.
         group: as in `shard`.
         layout: as in `shard`.
+        documents: as in `shard`; positions count on over all of them.
         device: of the result.
 
     Returns:
@@ -120,13 +131,14 @@ def positions(
         >>> positions(4, layout="zigzag").tolist()  # in a world of one
         [0, 1, 2, 3]
     """
-    return shard(torch.arange(_checked_length(seq_len), device=device), 0, group, layout)
+    return shard(torch.arange(sum(_lengths(seq_len, None)), device=device), 0, group, layout, documents)
 
 
 def shard_batch(
     batch: Mapping[str, Any],
     group: Group = None,
     layout: str = "contiguous",
+    documents: Documents = None,
     dim: int = 1,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
@@ -141,6 +153,7 @@ def shard_batch(
             same length in `dim`. Values that are no tensors pass through.
         group: as in `shard`.
         layout: as in `shard`.
+        documents: as in `shard`; the last token of a document has no target then.
         dim: the sequence dimension of all tensors.
         ignore_index: label of positions that have no target.
 
@@ -159,14 +172,14 @@ def shard_batch(
     seq_len = _batch_length(batch, dim)
     whole = dict(batch)
     if "labels" in whole:
-        whole["labels"] = _shifted(whole["labels"], dim, ignore_index)
+        whole["labels"] = _shifted(whole["labels"], dim, _lengths(seq_len, documents), ignore_index)
     targets = whole.get("labels", whole.get("shift_labels"))
     if "position_ids" not in whole:
         ids = whole["input_ids"]
         shape = [1] * ids.dim()
         shape[dim] = seq_len
         whole["position_ids"] = torch.arange(seq_len, device=ids.device).view(shape)
-    local = {key: shard(x, dim, group, layout) if isinstance(x, Tensor) else x for key, x in whole.items()}
+    local = {key: shard(x, dim, group, layout, documents) if isinstance(x, Tensor) else x for key, x in whole.items()}
     if targets is not None:
         local["num_items_in_batch"] = (targets != ignore_index).sum()
     return local
@@ -194,13 +207,11 @@ def tie(loss: Tensor, *outputs: Tensor) -> Tensor:
     return _tie(loss, outputs)
 
 
-def _shifted(labels: Tensor, dim: int, ignore_index: int) -> Tensor:
-    """Labels moved one position to the left; the last position has no target."""
-    dim %= labels.dim()
-    if labels.size(dim) == 0:
-        return labels
-    padding = [0, 0] * (labels.dim() - 1 - dim) + [0, 1]
-    return F.pad(labels.narrow(dim, 1, labels.size(dim) - 1), padding, value=ignore_index)
+def _shifted(labels: Tensor, dim: int, lengths: Sequence[int], ignore_index: int) -> Tensor:
+    """Labels moved one position to the left; the last position of each document has no target."""
+    shifted = labels.roll(-1, dim)
+    last = torch.tensor(lengths, device=labels.device).cumsum(0) - 1
+    return shifted.index_fill(dim, last, ignore_index) if sum(lengths) else shifted
 
 
 def _batch_length(batch: Mapping[str, Any], dim: int) -> int:
@@ -224,21 +235,30 @@ def _checked_dim(x: Tensor, dim: int, what: str = "the tensor") -> int:
     return dim % x.dim()
 
 
-def _checked_length(seq_len: int) -> int:
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int | torch.SymInt) or seq_len < 0:
+def _lengths(seq_len: int | None, documents: Documents) -> list[int]:
+    """The lengths of the documents, or the sequence as the only one."""
+    if seq_len is not None and (
+        isinstance(seq_len, bool) or not isinstance(seq_len, int | torch.SymInt) or seq_len < 0
+    ):
         raise ValueError(f"seq_len must be a non-negative int, got {seq_len!r}")
-    return seq_len
+    if documents is None:
+        assert seq_len is not None
+        return [seq_len]
+    lengths = list(document_lengths(documents))
+    if seq_len is not None and sum(lengths) != seq_len:
+        raise ValueError(f"documents hold {sum(lengths)} tokens in all, but the sequence has {seq_len}")
+    return lengths
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _rank_and_shards(layout: str, seq_len: int, name: str) -> tuple[int, tuple[Shard, ...]]:
+def _rank_and_shards(layout: str, lengths: Sequence[int], name: str) -> tuple[int, tuple[Shard, ...]]:
     """This rank within the group, and the spans of every rank."""
     group = _resolve_process_group(cast(Any, name)) if name else None
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    return rank, make_shards(layout, (seq_len,), world)
+    return rank, make_shards(layout, tuple(map(int, lengths)), world)
 
 
 def _pieces(x: Tensor, dim: int, spans: Shard) -> list[Tensor]:
@@ -265,28 +285,28 @@ def _write_whole(out: Tensor, rows: Tensor, dim: int, spans: Shard) -> None:
 
 
 @torch.library.custom_op("ringattn::shard", mutates_args=())
-def _cut(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
+def _cut(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str) -> Tensor:
     """This rank's tokens of the whole sequence."""
-    rank, shards = _rank_and_shards(layout, seq_len, name)
+    rank, shards = _rank_and_shards(layout, lengths, name)
     out = x.new_empty(_resized(x, dim, shard_size(shards[rank])))
     _write_local(out, x, dim, shards[rank])
     return out
 
 
 @torch.library.custom_op("ringattn::spread", mutates_args=())
-def _spread(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
+def _spread(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str) -> Tensor:
     """The whole sequence with this rank's tokens in place and zeros elsewhere."""
-    rank, shards = _rank_and_shards(layout, seq_len, name)
-    out = x.new_zeros(_resized(x, dim, seq_len))
+    rank, shards = _rank_and_shards(layout, lengths, name)
+    out = x.new_zeros(_resized(x, dim, sum(lengths)))
     _write_whole(out, x.movedim(dim, 0), dim, shards[rank])
     return out
 
 
 @torch.library.custom_op("ringattn::unshard", mutates_args=())
-def _gather(x: Tensor, dim: int, layout: str, seq_len: int, name: str, sum_grads: bool) -> Tensor:
+def _gather(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str, sum_grads: bool) -> Tensor:
     """The whole sequence from the tokens of every rank, each padded to the largest shard on the way."""
-    rank, shards = _rank_and_shards(layout, seq_len, name)
-    _agree(x, dim, layout, seq_len, name, rank, shards)
+    rank, shards = _rank_and_shards(layout, lengths, name)
+    _agree(x, dim, layout, lengths, name, rank, shards)
     rows = x.movedim(dim, 0)
     packed = x.new_zeros([max(map(shard_size, shards)), *rows.shape[1:]])
     packed[: len(rows)] = rows
@@ -295,19 +315,21 @@ def _gather(x: Tensor, dim: int, layout: str, seq_len: int, name: str, sum_grads
         packed = _to_wire(packed, name)
         gathered = packed.new_empty([len(shards), *packed.shape])
         gather_into(gathered.flatten(0, 1), packed, get_comm(name).group)
-    out = x.new_empty(_resized(x, dim, seq_len))
+    out = x.new_empty(_resized(x, dim, sum(lengths)))
     for spans, of_rank in zip(shards, gathered, strict=True):
         _write_whole(out, of_rank, dim, spans)
     return out
 
 
-def _agree(x: Tensor, dim: int, layout: str, seq_len: int, name: str, rank: int, shards: tuple[Shard, ...]) -> None:
+def _agree(
+    x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str, rank: int, shards: tuple[Shard, ...]
+) -> None:
     """Raise on every rank if any holds what the layout does not give it, or means another sequence."""
     error = None
     if x.size(dim) != shard_size(shards[rank]):
         error = ValueError(
-            f"{x.size(dim)} tokens in dim {dim}, but {layout!r} gives rank {rank} {shard_size(shards[rank])} of seq_len"
-            f" {seq_len} (by rank: {[shard_size(spans) for spans in shards]})"
+            f"{x.size(dim)} tokens in dim {dim}, but {layout!r} gives rank {rank} {shard_size(shards[rank])} of"
+            f" {sum(lengths)} (by rank: {[shard_size(spans) for spans in shards]})"
         )
     if name and get_comm(name).due(None):
         rest = (*x.shape[:dim], *x.shape[dim + 1 :])
@@ -315,7 +337,7 @@ def _agree(x: Tensor, dim: int, layout: str, seq_len: int, name: str, rank: int,
             "unshard of shape without dim": rest,
             "dim": dim,
             "layout": layout,
-            "seq_len": seq_len,
+            "lengths": list(lengths),
             "dtype": x.dtype,
         }
         get_comm(name).agree(Terms(said), error)
@@ -329,9 +351,9 @@ def _to_wire(x: Tensor, name: str) -> Tensor:
 
 
 @torch.library.custom_op("ringattn::unshard_backward", mutates_args=())
-def _reduce(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
+def _reduce(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str) -> Tensor:
     """This rank's tokens of the sum over ranks of whole sequences; 16-bit tensors are summed in float32."""
-    rank, shards = _rank_and_shards(layout, seq_len, name)
+    rank, shards = _rank_and_shards(layout, lengths, name)
     sizes = [shard_size(spans) for spans in shards]
     rest = x.movedim(dim, 0).shape[1:]
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -350,19 +372,19 @@ def _reduce(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor
 
 @_cut.register_fake
 @_reduce.register_fake
-def _fake_local(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
-    rank, shards = _rank_and_shards(layout, int(seq_len), name)
+def _fake_local(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str) -> Tensor:
+    rank, shards = _rank_and_shards(layout, lengths, name)
     return x.new_empty(_resized(x, dim, shard_size(shards[rank])))
 
 
 @_spread.register_fake
-def _fake_whole(x: Tensor, dim: int, layout: str, seq_len: int, name: str) -> Tensor:
-    return x.new_empty(_resized(x, dim, seq_len))
+def _fake_whole(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str) -> Tensor:
+    return x.new_empty(_resized(x, dim, sum(lengths)))
 
 
 @_gather.register_fake
-def _fake_gather(x: Tensor, dim: int, layout: str, seq_len: int, name: str, sum_grads: bool) -> Tensor:
-    return x.new_empty(_resized(x, dim, seq_len))
+def _fake_gather(x: Tensor, dim: int, layout: str, lengths: Sequence[int], name: str, sum_grads: bool) -> Tensor:
+    return x.new_empty(_resized(x, dim, sum(lengths)))
 
 
 def _keep_where(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn import shard as ops
 from ringattn.launch.spawn import run
-from ringattn.layout import LAYOUTS, make_shards
-from ringattn.shard import positions, shard, shard_batch, tie, unshard
+from ringattn.layout import LAYOUTS, make_shards, shard_positions
+from ringattn.shard import _cut, _gather, _reduce, _spread, _tie, positions, shard, shard_batch, tie, unshard
 
 LENGTHS = (0, 1, 2, 7, 12)
 GRID = list(itertools.product(LAYOUTS, LENGTHS))
@@ -24,8 +23,7 @@ def whole(seq_len: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def held(seq_len: int, layout: str, group: dist.ProcessGroup | None = None) -> list[int]:
     """Global positions of this rank by the layout's definition."""
-    spans = make_shards(layout, (seq_len,), dist.get_world_size(group))[dist.get_rank(group)]
-    return [span.start + index * span.step for span in spans for index in range(span.size)]
+    return shard_positions(make_shards(layout, (seq_len,), dist.get_world_size(group))[dist.get_rank(group)])
 
 
 def check_round_trip() -> None:
@@ -118,13 +116,13 @@ def check_tie() -> None:
 
 
 def check_sub_group() -> None:
+    group = dist.new_group([1, 3])  # first, so that ranks of one mesh dimension are in different numbers of groups
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     x = whole(7)
     local = shard(x, 1, mesh["cp"], "zigzag")
     assert torch.equal(unshard(local, 1, mesh["cp"], "zigzag", seq_len=7), x)
     with pytest.raises(ValueError, match="one-dimensional mesh.*pass a slice"):
         shard(x, 1, mesh)
-    group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         local = shard(x, 1, group, "striped")
         assert torch.equal(local, x[:, held(7, "striped", group)])
@@ -154,17 +152,32 @@ def check_opcheck() -> None:
     for layout, seq_len in (("zigzag", 7), ("striped", 1)):
         x = whole(seq_len)
         local = shard(x, 1, layout=layout)
-        for op, argument in ((ops._cut, x), (ops._spread, local), (ops._reduce, x)):
-            torch.library.opcheck(op, (argument.requires_grad_(), 1, layout, seq_len, name))
+        for op, argument in ((_cut, x), (_spread, local), (_reduce, x)):
+            torch.library.opcheck(op, (argument.requires_grad_(), 1, layout, [seq_len], name))
         for sum_grads in (False, True):
-            torch.library.opcheck(ops._gather, (local.requires_grad_(), 1, layout, seq_len, name, sum_grads))
+            torch.library.opcheck(_gather, (local.requires_grad_(), 1, layout, [seq_len], name, sum_grads))
+
+
+def check_documents() -> None:
+    lengths, x = (3, 1, 8), whole(12)
+    for layout in LAYOUTS:
+        spans = make_shards(layout, lengths, dist.get_world_size())[dist.get_rank()]
+        where = shard_positions(spans)
+        local = shard(x, 1, layout=layout, documents=lengths)
+        assert torch.equal(local, x[:, where])
+        assert positions(12, layout=layout, documents=[0, 3, 4, 12]).tolist() == where
+        assert torch.equal(unshard(local, 1, layout=layout, documents=torch.tensor(lengths)), x)
+        batch = shard_batch({"input_ids": x, "labels": x}, layout=layout, documents=lengths, ignore_index=9)
+        targets = torch.cat([x[:, 1:], x[:, :1]], dim=1)
+        targets[:, [2, 3, 11]] = 9.0
+        assert torch.equal(batch["labels"], targets[:, where]) and batch["num_items_in_batch"] == 9 * 3 * 2
 
 
 def check_errors() -> None:
     rank, x = dist.get_rank(), whole(7)
-    with pytest.raises(ValueError, match=r"2 tokens in dim 1, but 'zigzag' gives rank 0 3 of seq_len 7 .*\[3, 2, 2\]"):
+    with pytest.raises(ValueError, match=r"2 tokens in dim 1, but 'zigzag' gives rank 0 3 of 7 .*\[3, 2, 2\]"):
         unshard(x[:, :2], 1, layout="zigzag", seq_len=7)
-    with pytest.raises(ValueError, match="rank 2 3 of seq_len 9" if rank == 2 else "rank 2: 2 tokens"):
+    with pytest.raises(ValueError, match="rank 2 3 of 9" if rank == 2 else "rank 2: 2 tokens"):
         unshard(x[:, : 3 - (rank == 2)], 1, seq_len=9)
     with pytest.raises(ValueError, match="dtype: rank 0 has torch.float64, rank 1 has torch.float32"):
         unshard(x.float() if rank == 1 else x, 1)
@@ -187,6 +200,7 @@ CASES = (
     check_convention,
     check_tie,
     check_batch,
+    check_documents,
     check_errors,
     check_opcheck,
     check_compiled,
@@ -211,7 +225,7 @@ def test_world_of_one(layout: str) -> None:
     x = whole(5).requires_grad_()
     assert torch.equal(shard(x, 1, layout=layout), x) and torch.equal(unshard(x, 1, layout=layout), x)
     assert torch.equal(positions(5, layout=layout), torch.arange(5))
-    for operation in (lambda x: shard(x, 1, None, layout), lambda x: unshard(x, 1, None, layout, None, "sum")):
+    for operation in (lambda x: shard(x, 1, None, layout), lambda x: unshard(x, 1, None, layout, grad="sum")):
         assert torch.autograd.gradcheck(operation, x) and torch.autograd.gradgradcheck(operation, x)
 
 
@@ -239,7 +253,7 @@ def test_tie_adds_zero_gradients_and_nothing_else() -> None:
     assert loss.grad == 1 and not poison.grad.any()
     assert not tie(torch.zeros(()), torch.ones(2)).requires_grad
     assert tie(loss).requires_grad
-    torch.library.opcheck(ops._tie, (loss, [poison.detach().T.requires_grad_(), torch.ones(0)]))
+    torch.library.opcheck(_tie, (loss, [poison.detach().T.requires_grad_(), torch.ones(0)]))
 
 
 @pytest.mark.parametrize(
@@ -250,8 +264,10 @@ def test_tie_adds_zero_gradients_and_nothing_else() -> None:
         (lambda x: shard(x, 0, layout="ring"), "unknown layout 'ring'; choose one of contiguous, zigzag, striped"),
         (lambda x: shard(x, 0, group=1), "group"),
         (lambda x: unshard(x, 0, grad="mean"), "unknown grad 'mean'; choose one of slice, sum"),
-        (lambda x: unshard(x, 1, seq_len=9), "4 tokens in dim 1, but 'contiguous' gives rank 0 9 of seq_len 9"),
+        (lambda x: unshard(x, 1, seq_len=9), "4 tokens in dim 1, but 'contiguous' gives rank 0 9 of 9"),
         (lambda x: unshard(x, 1, seq_len=4.0), "seq_len must be a non-negative int, got 4.0"),
+        (lambda x: shard(x, 1, documents=[1, 2]), "documents hold 3 tokens in all, but the sequence has 4"),
+        (lambda x: shard(x, 1, documents=[4, 0]), "each document must have at least one token"),
         (lambda x: positions(-1), "seq_len must be a non-negative int, got -1"),
         (lambda x: shard_batch({"labels": x}), "must hold 'input_ids', got 'labels'"),
         (lambda x: shard_batch({"input_ids": x, "labels": x, "shift_labels": x}), "not both"),
