@@ -132,7 +132,7 @@ class Transformer(nn.Module):
 def rotations(positions: Tensor, config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of rotary embeddings, each (S, head_dim / 2), for positions (S,).
 
-    The angles are float64: in float32 they are off by 2e-4 at position 8192, an error that would hide others. Half
+    The angles are float64: in float32 they are off by 1e-4 at position 8191, an error that would hide others. Half
     rotation, as in GPT-NeoX (Su et al., RoFormer, 2021, arXiv 2104.09864).
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=positions.device) / config.head_dim
