@@ -145,15 +145,18 @@ def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Blocks:
-    """How keys and values of one source lie in a flat buffer: K, then V, contiguous, of the rows that are there.
+    """How keys and values of one source lie in a flat buffer: token by token, its K of all heads and then its V.
 
+    Rows of a block are then one contiguous run, and two blocks in a row are one block of all their rows.
     `part` is anything with a `block` and `rows`: a transfer or a visit of the schedule.
     """
 
     def __init__(self, sizes: tuple[int, ...], k: Tensor, v: Tensor) -> None:
         self._sizes = sizes
-        self._batch, self._groups, _, self._k_dim = k.shape
-        self._v_dim = v.shape[-1]
+        self._k_shape = (k.shape[0], k.shape[1], k.shape[3])
+        self._v_shape = (v.shape[0], v.shape[1], v.shape[3])
+        self._k_width = k.shape[0] * k.shape[1] * k.shape[3]
+        self._width = self._k_width + v.shape[0] * v.shape[1] * v.shape[3]
         self.capacity = self._numel(max(sizes))
 
     def flat(self, buffer: Tensor, part: Any) -> Tensor:
@@ -162,11 +165,11 @@ class _Blocks:
 
     def views(self, buffer: Tensor, part: Any) -> tuple[Tensor, Tensor]:
         """(B, G, N, D) and (B, G, N, Dv) views of the rows of a part."""
-        return self._views(buffer, self._count(part))
+        return self._split(buffer, self._count(part))
 
     def whole(self, buffer: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Views as in `views`, of all rows of a block."""
-        return self._views(buffer, self._sizes[block])
+        return self._split(buffer, self._sizes[block])
 
     def pack(self, buffer: Tensor, part: Any, k: Tensor, v: Tensor) -> None:
         """Copy the rows of a part from keys and values of any strides into a buffer."""
@@ -176,12 +179,9 @@ class _Blocks:
 
     def add(self, total: Tensor, arrived: Tensor, part: Any) -> None:
         """Add the rows of a part, in a buffer of their own, to a buffer of the whole block."""
-        if part.rows is None:
-            self.flat(total, part).add_(arrived)
-            return
-        for target, source in zip(self.whole(total, part.block), self.views(arrived, part), strict=True):
-            for (begin, end), at in self._ranges(part):
-                target[:, :, begin:end] += source[:, :, at : at + end - begin]
+        width = self._width
+        for (begin, end), at in self._ranges(part):
+            total[begin * width : end * width] += arrived[at * width : (at + end - begin) * width]
 
     def _count(self, part: Any) -> int:
         rows = part.rows
@@ -196,11 +196,12 @@ class _Blocks:
 
     def _numel(self, count: int) -> int:
         """Elements of `count` rows, at least 1: a transfer of nothing would leave transfer lists of unequal shape."""
-        return max(self._batch * self._groups * count * (self._k_dim + self._v_dim), 1)
+        return max(count * self._width, 1)
 
-    def _views(self, buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        k_numel = self._batch * self._groups * count * self._k_dim
-        v_numel = self._batch * self._groups * count * self._v_dim
-        shape = (self._batch, self._groups, count)
-        keys, values = buffer[:k_numel], buffer[k_numel : k_numel + v_numel]
-        return keys.view(*shape, self._k_dim), values.view(*shape, self._v_dim)
+    def _split(self, buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        rows = buffer[: count * self._width].view(count, self._width)
+        keys, values = rows[:, : self._k_width], rows[:, self._k_width :]
+        return (
+            keys.unflatten(1, self._k_shape).permute(1, 2, 0, 3),
+            values.unflatten(1, self._v_shape).permute(1, 2, 0, 3),
+        )
