@@ -104,6 +104,7 @@ def rope_launch(
     interleaved: bool,
     backward: bool,
     tokens_a_program: int | None = None,
+    heads_a_program: int = HEADS,
     num_warps: int = 4,
 ) -> Launch:
     """The launch of `rope`; the last dimensions of q, k and the outputs are contiguous."""
@@ -111,7 +112,7 @@ def rope_launch(
     pairs = cos.shape[1]
     width = power_of_two(pairs)
     block = tokens_a_program or max(1, 1024 // width)
-    groups = triton.cdiv(heads, HEADS) + triton.cdiv(k.shape[1], HEADS)
+    groups = triton.cdiv(heads, heads_a_program) + triton.cdiv(k.shape[1], heads_a_program)
     return Launch(
         _rope_kernel,
         (groups * triton.cdiv(tokens, block), batch),
@@ -137,7 +138,7 @@ def rope_launch(
             TOKENS=block,
             PAIRS=width,
             REST=power_of_two(dim - 2 * pairs) if dim > 2 * pairs else 0,
-            HEADS=HEADS,
+            HEADS=heads_a_program,
             INTERLEAVED=interleaved,
             LOOK_UP=positions is not None,
             BACKWARD=backward,

@@ -50,30 +50,31 @@ def _swiglu_bwd_kernel(
     tl.store(at, (grad * silu).to(dup.dtype.element_ty), mask=inside)
 
 
-def _tile(columns: int) -> tuple[int, int]:
-    """(rows, columns) of a program's tile."""
-    block = min(power_of_two(max(columns, 16)), 1024)
-    return 1024 // block, block
+TILE = 1024
+"""Numbers of each tensor that a program takes."""
 
 
-def _launch(kernel: object, tensors: dict[str, Tensor], rows: int, columns: int, num_warps: int) -> Launch:
-    height, block = _tile(columns)
+def _launch(kernel: object, tensors: dict[str, Tensor], tile: int, num_warps: int) -> Launch:
+    columns = tensors["gate"].shape[-1]
+    rows = tensors["gate"].numel() // columns
+    block = min(power_of_two(max(columns, 16)), tile)
     shapes: dict[str, RowShape] = {f"{name}_rows": rows_of(x)[1] for name, x in tensors.items()}
-    args = dict(tensors, rows=rows, columns=columns, **shapes, ROWS=height, BLOCK=block)
-    return Launch(kernel, (triton.cdiv(rows, height) * triton.cdiv(columns, block),), args, dict(num_warps=num_warps))
+    args = dict(tensors, rows=rows, columns=columns, **shapes, ROWS=tile // block, BLOCK=block)
+    programs = triton.cdiv(rows, tile // block) * triton.cdiv(columns, block)
+    return Launch(kernel, (programs,), args, dict(num_warps=num_warps))
 
 
-def forward_launch(gate: Tensor, up: Tensor, y: Tensor, *, num_warps: int = 4) -> Launch:
+def forward_launch(gate: Tensor, up: Tensor, y: Tensor, *, tile: int = TILE, num_warps: int = 4) -> Launch:
     """The launch of `swiglu_forward`; all tensors (..., N) in rows as `rows_of` takes them without a copy."""
-    columns = gate.shape[-1]
-    return _launch(_swiglu_fwd_kernel, {"gate": gate, "up": up, "y": y}, gate.numel() // columns, columns, num_warps)
+    return _launch(_swiglu_fwd_kernel, {"gate": gate, "up": up, "y": y}, tile, num_warps)
 
 
-def backward_launch(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, *, num_warps: int = 4) -> Launch:
+def backward_launch(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, *, tile: int = TILE, num_warps: int = 4
+) -> Launch:
     """The launch of `swiglu_backward`."""
     tensors = {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}
-    columns = gate.shape[-1]
-    return _launch(_swiglu_bwd_kernel, tensors, gate.numel() // columns, columns, num_warps)
+    return _launch(_swiglu_bwd_kernel, tensors, tile, num_warps)
 
 
 def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:

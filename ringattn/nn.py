@@ -281,4 +281,4 @@ class Attention(nn.Module):
         seq_len = self.ring.get("seq_len")
         if seq_len is None:
             seq_len = x.shape[1] * ring_place(group_name(group))[1]
-        return shard_positions(seq_len, group, layout, x.device)
+        return shard_positions(seq_len, group, layout, self.ring.get("documents"), x.device)
