@@ -185,7 +185,7 @@ class _Piece:
 
 
 def _pieces(tiles: Tiles, q: Tensor) -> Iterator[_Piece]:
-    if q.numel():  # an empty batch would kill the process in the kernel (division by zero), like empty rows or keys
+    if q.numel():  # without heads the kernel divides by zero and ends the process, as without rows or keys
         for tile in tiles:
             yield from _cut(tile)
 
