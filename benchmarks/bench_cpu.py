@@ -1,14 +1,19 @@
 """Attention on CPU beside torch's SDPA: one rank with two threads, and four ranks with one thread each, on two cores.
 
     python benchmarks/bench_cpu.py [--tokens 8192] [--short-tokens 4096]
+    python benchmarks/bench_cpu.py --strips
 
 All four ranks live in processes of their own for the whole run; rank 0 tells the others what to run, so that the ring
 takes its turn among the other variants. Its time includes that message and a barrier at the end. Zigzag causal, H=8,
 D=64; float32 at `--tokens`, bfloat16 at `--short-tokens`, because torch's own bfloat16 backward is slow.
+
+`--strips` compares the heights of the strips into which the backend cuts a sliding window, and says what a visible pair
+costs relative to full attention: docs/findings/cpu.md.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,8 +21,10 @@ from common import Benchmark, against
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn import attention, ring_attention, shard, unshard
+from ringattn import FULL, attention, ring_attention, shard, unshard, window
+from ringattn.backends import Problem, cpu
 from ringattn.launch.spawn import run
+from ringattn.plan import Tiles, make_plan
 from ringattn.testing import make_inputs
 
 WORLD, THREADS, HEADS, DIM = 4, 2, 8, 64
@@ -132,9 +139,43 @@ def main(tokens: int, short_tokens: int) -> int:
     return bench.finish(world=WORLD, threads=THREADS)
 
 
+def cut_by(rows: int, slab: int, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, turn: int) -> Tensor:
+    """Forward over tiles whose windows are cut into strips of that many rows and masked pieces of that many keys."""
+    cpu._strip_rows, cpu.SLAB_KEYS = (lambda width: rows), slab
+    cpu._cut.cache_clear()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
+    cpu.forward(Problem(DIM**-0.5, first=True), tiles, q, k, v, out, lse)
+    return out
+
+
+def strips(tokens: int = 4096) -> int:
+    """Forward of a window by rows of a strip and largest masked piece, beside full attention; one thread."""
+    torch.set_num_threads(1)
+    bench = Benchmark("cpu_strips", device="cpu")
+    q, k, v, _ = make_inputs(1, 4, 4, tokens, DIM)
+    everything = make_plan("contiguous", FULL, (tokens,), 1, 0)[0]
+    heights, slabs = (32, 64, 128, 256), (0, 768, 1536)
+    for width in (256, 512, 1024, 2048):
+        tiles = make_plan("contiguous", window(width - 1), (tokens,), 1, 0)[0]
+        exact = attention(q.double(), k.double(), v.double(), mask=window(width - 1), backend="reference")
+        whole = attention(q.double(), k.double(), v.double(), backend="reference")
+        variants = {
+            f"{rows} x {slab}": partial(cut_by, rows, slab, tiles, q, k, v) for rows in heights for slab in slabs
+        }
+        checks = {name: against([exact], slack=1e-5) for name in variants} | {"full": against([whole], slack=1e-5)}
+        variants["full"] = partial(cut_by, 64, 0, everything, q, k, v)
+        medians = bench.compare(f"window {width}, S={tokens} H=4 D={DIM}", "fp32", variants, checks, peer="full")
+        share = sum(tile.pairs for tile in tiles) / tokens**2
+        print({name: round(seconds / medians["full"] / share, 2) for name, seconds in medians.items()}, "a pair")
+    return bench.finish()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--short-tokens", type=int, default=4096)
+    parser.add_argument("--strips", action="store_true", help="compare how windows are cut instead")
     options = parser.parse_args()
+    if options.strips:
+        raise SystemExit(strips())
     raise SystemExit(run(main, WORLD, options.tokens, options.short_tokens)[0])

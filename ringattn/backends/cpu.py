@@ -200,9 +200,14 @@ def _cut(tile: Tile) -> tuple[_Piece, ...]:
     if hi == rows - 1:
         triangle = _piece(tile, 0, rows, -lo, keys, causal=True)
         return (_piece(tile, 0, rows, 0, -lo), triangle) if lo else (triangle,)
-    height = min(MAX_ROWS, max(64, (hi - lo + 1) // 8))
+    height = _strip_rows(hi - lo + 1)
     strips = [_strip(tile, row, min(row + height, rows), keys, lo, hi) for row in range(0, rows, height)]
     return tuple(piece for strip in strips for piece in strip)
+
+
+def _strip_rows(width: int) -> int:
+    """Rows of a strip of a window of that many keys."""
+    return min(MAX_ROWS, max(64, width // 8))
 
 
 def _strip(tile: Tile, row: int, row_end: int, keys: int, lo: int, hi: int) -> list[_Piece]:
