@@ -12,8 +12,8 @@ from ringattn.launch.options import DTYPES, add_sequence_options, make_parser
 from ringattn.launch.table import plain_lines
 from ringattn.layout import Shard, Span, layout_name, make_shards, shard_sizes
 from ringattn.mask import OPEN
-from ringattn.plan import Plan, Tile, make_plan
-from ringattn.schedule import Schedule, Step, Transfer, make_schedule
+from ringattn.plan import Plan, Tile, Tiles, make_plan
+from ringattn.schedule import Schedule, Step, Transfer, Visit, make_schedule
 
 ROWS, COLUMNS = 4, 8
 """Characters of a block's picture."""
@@ -41,8 +41,8 @@ class RankPlan:
 
     @property
     def launches(self) -> int:
-        """Kernel calls, forward: one for each block of keys that it needs to see."""
-        return sum(1 for tiles in self.tiles if tiles)
+        """Kernel calls, forward: one for each visit that has something to see."""
+        return sum(1 for step in self.schedule.forward for visit in step.visits if visit.tiles)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,8 +160,8 @@ def blocks_picture(plans: Sequence[RankPlan], sizes: Sequence[int]) -> Iterator[
         columns = []
         for number, step in enumerate(plan.schedule.forward):
             for visit in step.visits:
-                grid = _grid(plan.tiles[visit.block], sizes[plan.rank], sizes[visit.block])
-                columns.append([f"step {number}: {visit.block}", *grid])
+                tiles, keys = _visited(plan, visit, sizes)
+                columns.append([f"step {number}: {_names(visit)}", *_grid(tiles, sizes[plan.rank], keys)])
             if not step.visits:
                 columns.append([f"step {number}: -", *[""] * ROWS])
         lines = zip(*columns, strict=True)
@@ -183,11 +183,12 @@ def steps_picture(plan: RankPlan, sizes: Sequence[int]) -> Iterator[str]:
     for number, step in enumerate(plan.schedule.forward):
         moves = [f"sends {_part(t)} to {t.peer}" for t in step.sends]
         moves += [f"gets {_part(t)} from {t.peer}" for t in step.recvs]
-        yield f"step {number}: " + "; ".join([*moves, *(f"computes on {visit.block}" for visit in step.visits)])
+        yield f"step {number}: " + "; ".join([*moves, *(f"computes on {_names(visit)}" for visit in step.visits)])
         for visit in step.visits:
-            for line in _grid(plan.tiles[visit.block], sizes[plan.rank], sizes[visit.block]):
+            tiles, keys = _visited(plan, visit, sizes)
+            for line in _grid(tiles, sizes[plan.rank], keys):
                 yield f"    {line}"
-            for tile in plan.tiles[visit.block]:
+            for tile in tiles:
                 yield f"    queries {tile.q_begin}:{tile.q_end} x keys {tile.k_begin}:{tile.k_end}{_range(tile.band)}"
 
 
@@ -206,6 +207,17 @@ def summary(plans: Sequence[RankPlan], sizes: Sequence[int], options: argparse.N
         busiest = max(plan.pairs for plan in plans) * len(plans) / total
         yield f"balance: the busiest rank computes {busiest:.2f} times the mean"
     yield f"bytes: {options.kv_heads} K/V heads of {options.head_dim}, {options.dtype}, gradients float32, batch 1"
+
+
+def _visited(plan: RankPlan, visit: Visit, sizes: Sequence[int]) -> tuple[Tiles, int]:
+    """The tiles of a visit and the number of keys that they are on: whole blocks, also where only some rows travel."""
+    if visit.rows is not None:
+        return plan.tiles[visit.blocks[0]], sizes[visit.blocks[0]]
+    return visit.tiles, sum(sizes[block] for block in visit.blocks)
+
+
+def _names(visit: Visit) -> str:
+    return "+".join(map(str, visit.blocks))
 
 
 def _grid(tiles: Sequence[Tile], queries: int, keys: int) -> list[str]:
@@ -239,8 +251,8 @@ def _seen(tile: Tile, top: int, bottom: int, left: int, right: int) -> int:
 
 def _tenths(plan: RankPlan, step: Step, sizes: Sequence[int]) -> str:
     """How much of what a step visits is seen, as a digit between the shades for nothing and all."""
-    seen = sum(tile.pairs for visit in step.visits for tile in plan.tiles[visit.block])
-    whole = sum(sizes[plan.rank] * sizes[visit.block] for visit in step.visits)
+    seen = sum(tile.pairs for visit in step.visits for tile in visit.tiles)
+    whole = sum(sizes[plan.rank] * sizes[block] for visit in step.visits for block in visit.blocks)
     return _shade(seen, whole) if seen in (0, whole) else str(min(9, max(1, round(10 * seen / whole))))
 
 

@@ -116,7 +116,7 @@ def _tiles(queries: Documents, keys: Documents, band: Band) -> Tiles:
         for part, part_band in _by_prefix(keys[document], band)
         for tile in _cover(queries[document], part, part_band)
     ]
-    return tuple(sorted(tiles, key=lambda tile: (tile.q_begin, tile.k_begin)))
+    return in_order(tiles)
 
 
 def sees(q: Span, k: Span, band: Band) -> bool:
@@ -143,17 +143,24 @@ def key_rows(tiles: Tiles) -> Rows:
 
 def pick_rows(tiles: Tiles, rows: Rows) -> Tiles:
     """The tiles on a block of which only these rows are there, one range after the other."""
-    picked, offset = [], 0
+    picked: list[Tile] = []
+    offset = 0
     for begin, end in rows:
-        shift = offset - begin
-        picked += [
-            replace(tile, k_begin=tile.k_begin + shift, k_end=tile.k_end + shift)
-            for tile in tiles
-            if begin <= tile.k_begin and tile.k_end <= end
-        ]
+        inside = [tile for tile in tiles if begin <= tile.k_begin and tile.k_end <= end]
+        picked += [shift_keys(tile, offset - begin) for tile in inside]
         offset += end - begin
     assert len(picked) == len(tiles), "a tile reads rows that are not there"
-    return tuple(sorted(picked, key=lambda tile: (tile.q_begin, tile.k_begin)))
+    return in_order(picked)
+
+
+def shift_keys(tile: Tile, rows: int) -> Tile:
+    """The tile on keys that lie `rows` rows later."""
+    return replace(tile, k_begin=tile.k_begin + rows, k_end=tile.k_end + rows)
+
+
+def in_order(tiles: Sequence[Tile]) -> Tiles:
+    """The tiles ordered by rows of q, then of keys, as backends expect them."""
+    return tuple(sorted(tiles, key=lambda tile: (tile.q_begin, tile.k_begin)))
 
 
 def _by_prefix(keys: Sequence[Span], band: Band) -> list[tuple[Sequence[Span], Band]]:

@@ -53,7 +53,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
         q, k, v: (B, H, M, D), (B, G, M, D), (B, G, M, Dv), this rank's, any strides.
         out, lse: (B, H, M, Dv) and (B, H, M), written; dtypes as in the backend contract.
     """
-    blocks = _Blocks(job.sizes, k, v)
+    blocks = _Blocks(job.sizes, job.schedule.stage, k, v)
     with job.lease(_slots(job.schedule.forward, job.schedule.slots), blocks.capacity, k.dtype, k.device) as slots:
         problem = replace(job.problem, first=True)
         for step in job.schedule.forward:
@@ -64,7 +64,7 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
             )
             for visit in step.visits:
                 if visit.tiles or problem.first:
-                    keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit)
+                    keys, values = (k, v) if job.rank in visit.blocks else blocks.views(slots[visit.slot], visit)
                     job.backend.forward(problem, visit.tiles, q, keys, values, out, lse)
                     problem = job.problem
             yield
@@ -93,7 +93,7 @@ def backward(
         delta: (B, H, M), `rowsum(do * out) - dlse`.
         dq, dk, dv: written; shapes of q, k, v. dq has delta's dtype, in which dk and dv are summed as well.
     """
-    blocks = _Blocks(job.sizes, k, v)
+    blocks = _Blocks(job.sizes, job.schedule.stage, k, v)
     wire = job.wire_dtype or delta.dtype
     with (
         job.lease(_slots(job.schedule.backward, job.schedule.slots), blocks.capacity, k.dtype, k.device) as slots,
@@ -112,7 +112,7 @@ def backward(
                 + [(part, t.peer) for part, t in zip(landing, step.grad_recvs, strict=True)],
             )
             for visit in step.visits:
-                keys, values = (k, v) if visit.block == job.rank else blocks.views(slots[visit.slot], visit)
+                keys, values = (k, v) if job.rank in visit.blocks else blocks.views(slots[visit.slot], visit)
                 dkeys, dvalues = blocks.views(grads[visit.grad_slot], visit)
                 job.backend.backward(problem, visit.tiles, do, q, keys, values, out, lse, delta, dq, dkeys, dvalues)
                 problem = following
@@ -145,58 +145,57 @@ def _as_dtype(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Blocks:
-    """How keys and values of one source lie in a flat buffer: token by token, its K of all heads and then its V.
+    """How keys and values of a source lie in a flat buffer: token by token, its K of all heads and then its V.
 
-    Rows of a block are then one contiguous run, and two blocks in a row are one block of all their rows.
-    `part` is anything with a `block` and `rows`: a transfer or a visit of the schedule.
+    Rows of a block are then one contiguous run, and blocks one after the other are one block of all their rows.
     """
 
-    def __init__(self, sizes: tuple[int, ...], k: Tensor, v: Tensor) -> None:
+    def __init__(self, sizes: tuple[int, ...], stage: int, k: Tensor, v: Tensor) -> None:
         self._sizes = sizes
         self._k_shape = (k.shape[0], k.shape[1], k.shape[3])
         self._v_shape = (v.shape[0], v.shape[1], v.shape[3])
         self._k_width = k.shape[0] * k.shape[1] * k.shape[3]
         self._width = self._k_width + v.shape[0] * v.shape[1] * v.shape[3]
-        self.capacity = self._numel(max(sizes))
+        self.capacity = stage * max(sizes) * self._width + 1
 
-    def flat(self, buffer: Tensor, part: Any) -> Tensor:
-        """What a part fills of a buffer: what travels."""
-        return buffer[: self._numel(self._count(part))]
+    def flat(self, buffer: Tensor, transfer: Any) -> Tensor:
+        """What a transfer moves, of a buffer. Instead of nothing, which would leave transfer lists of unequal shape, it
+        moves the buffer's last element, which no block reaches."""
+        numel = self._rows(transfer.block, transfer.rows) * self._width
+        begin = transfer.at * self._width
+        return buffer[begin : begin + numel] if numel else buffer[-1:]
 
-    def views(self, buffer: Tensor, part: Any) -> tuple[Tensor, Tensor]:
-        """(B, G, N, D) and (B, G, N, Dv) views of the rows of a part."""
-        return self._split(buffer, self._count(part))
+    def views(self, buffer: Tensor, visit: Any) -> tuple[Tensor, Tensor]:
+        """(B, G, N, D) and (B, G, N, Dv) views of what a visit computes on."""
+        return self._split(buffer, sum(self._rows(block, visit.rows) for block in visit.blocks))
 
     def whole(self, buffer: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Views as in `views`, of all rows of a block."""
+        """Views as in `views`, of all rows of the block at the begin of a buffer."""
         return self._split(buffer, self._sizes[block])
 
-    def pack(self, buffer: Tensor, part: Any, k: Tensor, v: Tensor) -> None:
-        """Copy the rows of a part from keys and values of any strides into a buffer."""
-        for target, source in zip(self.views(buffer, part), (k, v), strict=True):
-            for (begin, end), at in self._ranges(part):
-                target[:, :, at : at + end - begin].copy_(source[:, :, begin:end])
+    def pack(self, buffer: Tensor, transfer: Any, k: Tensor, v: Tensor) -> None:
+        """Copy the rows of a transfer from keys and values of any strides into a buffer."""
+        keys, values = self._split(buffer, self._rows(transfer.block, transfer.rows))
+        for (begin, end), at in self._ranges(transfer):
+            keys[:, :, at : at + end - begin].copy_(k[:, :, begin:end])
+            values[:, :, at : at + end - begin].copy_(v[:, :, begin:end])
 
-    def add(self, total: Tensor, arrived: Tensor, part: Any) -> None:
-        """Add the rows of a part, in a buffer of their own, to a buffer of the whole block."""
+    def add(self, total: Tensor, arrived: Tensor, transfer: Any) -> None:
+        """Add what a transfer brought, in a buffer of its own, to the block in the buffer that it is meant for."""
         width = self._width
-        for (begin, end), at in self._ranges(part):
-            total[begin * width : end * width] += arrived[at * width : (at + end - begin) * width]
+        block = total[transfer.into_at * width :]
+        for (begin, end), at in self._ranges(transfer):
+            block[begin * width : end * width] += arrived[at * width : (at + end - begin) * width]
 
-    def _count(self, part: Any) -> int:
-        rows = part.rows
-        return self._sizes[part.block] if rows is None else sum(end - begin for begin, end in rows)
+    def _rows(self, block: int, rows: Any) -> int:
+        return self._sizes[block] if rows is None else sum(end - begin for begin, end in rows)
 
-    def _ranges(self, part: Any) -> Iterator[tuple[tuple[int, int], int]]:
-        """Ranges of rows, each with its place in the buffer."""
+    def _ranges(self, transfer: Any) -> Iterator[tuple[tuple[int, int], int]]:
+        """Ranges of rows of the block, each with its place in what travels."""
         at = 0
-        for begin, end in ((0, self._sizes[part.block]),) if part.rows is None else part.rows:
+        for begin, end in ((0, self._sizes[transfer.block]),) if transfer.rows is None else transfer.rows:
             yield (begin, end), at
             at += end - begin
-
-    def _numel(self, count: int) -> int:
-        """Elements of `count` rows, at least 1: a transfer of nothing would leave transfer lists of unequal shape."""
-        return max(count * self._width, 1)
 
     def _split(self, buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
         rows = buffer[: count * self._width].view(count, self._width)

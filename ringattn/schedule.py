@@ -9,15 +9,15 @@ batches that differ in shape hang on NCCL. Steps whose blocks no rank needs are 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
-from ringattn.layout import make_shards
+from ringattn.layout import make_shards, shard_sizes
 from ringattn.mask import Band
-from ringattn.plan import Plan, Rows, Tiles, key_rows, make_plan, pick_rows, sees, wanted_rows
+from ringattn.plan import Plan, Rows, Tiles, in_order, key_rows, make_plan, pick_rows, sees, shift_keys, wanted_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +29,34 @@ class Transfer:
         peer: rank at the other end.
         slot: buffer that is sent or received into. A rank's own keys are packed into it when they are sent.
         rows: the rows of the block that travel, one range after the other in the buffer; None for all of them.
-        into: for a received gradient, the slot to which it is added after the wait, at these rows; None where it is
-            taken as it is.
+        at: rows of the buffer before them.
+        into: for a received gradient, the slot to which it is added after the wait, at the same rows of the block; None
+            where it is taken as it is.
+        into_at: rows before the block in that slot.
     """
 
     block: int
     peer: int
     slot: int
     rows: Rows | None = None
+    at: int = 0
     into: int | None = None
+    into_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Compute tiles of one block.
+    """Compute tiles of one block, or of several that lie one after the other in a slot, in one launch.
 
     Attributes:
-        block: rank that owns the keys.
+        blocks: ranks that own the keys.
         slot: buffer with the keys; a rank's own block is read from the caller's tensors.
         grad_slot: buffer for the gradients of these keys, which holds nothing yet.
         tiles: what to compute; key rows count within what the slot holds.
-        rows: the rows of the block that the slot holds; None for all of them.
+        rows: the rows of the one block that the slot holds; None for all rows of all blocks.
     """
 
-    block: int
+    blocks: tuple[int, ...]
     slot: int
     grad_slot: int
     tiles: Tiles
@@ -79,6 +83,7 @@ class Schedule:
         slots: number of K/V buffers.
         grad_slots: number of dK/dV buffers.
         home: gradient slot that holds the rank's own dK and dV after the last step.
+        stage: blocks that a buffer has room for.
     """
 
     forward: tuple[Step, ...]
@@ -86,6 +91,7 @@ class Schedule:
     slots: int
     grad_slots: int
     home: int
+    stage: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ class Work:
         rank, world: ring rank and number of ranks.
         distances: every t for which some rank needs the block of rank - t, ascending, starting with 0.
         plan: this rank's tiles by owner of the keys.
+        sizes: tokens of every rank.
         wanted: the rows of this rank's keys that another rank needs, in the order of ranks; computed when asked for.
     """
 
@@ -103,6 +110,7 @@ class Work:
     world: int
     distances: tuple[int, ...]
     plan: Plan
+    sizes: tuple[int, ...]
     wanted: Callable[[], tuple[Rows, ...]]
 
 
@@ -132,7 +140,7 @@ def ring(work: Work) -> Schedule:
             landing, into = ((index + 1) % 3, grad_slot) if visited else (grad_slot, None)
             grads["grad_sends"] = (Transfer(blocks[index - 1], (rank + hop) % world, (index - 1) % 3),)
             grads["grad_recvs"] = (Transfer(block, (rank - hop) % world, landing, into=into),)
-        visits = (Visit(block, slot, grad_slot, work.plan[block]),) if visited else ()
+        visits = (Visit((block,), slot, grad_slot, work.plan[block]),) if visited else ()
         forward.append(Step(**keys, visits=visits))
         backward.append(Step(**keys, **grads, visits=visits))
     last = len(blocks) - 1
@@ -145,6 +153,77 @@ def ring(work: Work) -> Schedule:
         grad_recvs=(Transfer(rank, (rank + farthest) % world, home),),
     )
     return Schedule(tuple(forward), (*backward, going_home), slots=2, grad_slots=3, home=home)
+
+
+def staged_ring(work: Work, stage: int) -> Schedule:
+    """The ring with `stage` blocks a step: each launch computes on all of them, so that fewer and larger kernels run.
+
+    Block i of a stage hops to the rank that needs it as block i of the next stage. Gradients follow one step behind, a
+    sum for each place in the stage, and go home after the last visit; the owner adds them to its own part. Takes three
+    K/V and four dK/dV buffers of `stage` blocks each.
+    """
+    rank, world, others = work.rank, work.world, work.distances[1:]
+    stages = [others[first : first + stage] for first in range(0, len(others), stage)]
+    own = Visit((rank,), 0, 0, work.plan[rank])
+    if not stages:
+        return Schedule((Step(visits=(own,)),), (Step(visits=(own,)),), slots=1, grad_slots=1, home=0)
+    forward = [Step(**_stage_keys(work, stages, 0), visits=(own,))]
+    backward = list(forward)
+    for number, distances in enumerate(stages):
+        keys = _stage_keys(work, stages, number + 1)
+        blocks = tuple((rank - distance) % world for distance in distances)
+        tiles = [
+            shift_keys(tile, at)
+            for block, at in zip(blocks, _places(work, distances), strict=True)
+            for tile in work.plan[block]
+        ]
+        visits = (Visit(blocks, number % 2, 1 + number % 3, in_order(tiles)),)
+        forward.append(Step(**keys, visits=visits))
+        backward.append(Step(**keys, **_stage_grads(work, stages, number), visits=visits))
+    backward.append(Step(**_stage_grads(work, stages, len(stages))))
+    return Schedule(tuple(forward), tuple(backward), slots=3, grad_slots=4, home=0, stage=stage)
+
+
+def _places(work: Work, distances: Sequence[int]) -> list[int]:
+    """Where in its slot each block of a stage begins, in rows."""
+    sizes = [work.sizes[(work.rank - distance) % work.world] for distance in distances]
+    return [0, *accumulate(sizes)][: len(sizes)]
+
+
+def _stage_keys(work: Work, stages: Sequence[Sequence[int]], number: int) -> dict[str, Any]:
+    """The transfers that bring the keys of stage `number`, from the stage before it or, for the first, from owners."""
+    if number == len(stages):
+        return {}
+    rank, world, coming = work.rank, work.world, stages[number]
+    leaving, slot = (stages[number - 1], (number - 1) % 2) if number else ([0] * len(coming), 2)
+    places = _places(work, leaving) if number else [0] * len(coming)
+    sends, recvs = [], []
+    for before, after, at, landing in zip(leaving, coming, places, _places(work, coming), strict=False):
+        hop = after - before
+        sends.append(Transfer((rank - before) % world, (rank + hop) % world, slot, at=at))
+        recvs.append(Transfer((rank - after) % world, (rank - hop) % world, number % 2, at=landing))
+    return {"sends": tuple(sends), "recvs": tuple(recvs)}
+
+
+def _stage_grads(work: Work, stages: Sequence[Sequence[int]], number: int) -> dict[str, Any]:
+    """The gradients of stage `number - 1` go on to those who compute their blocks in this one, or home."""
+    if number == 0:
+        return {}
+    rank, world, leaving = work.rank, work.world, stages[number - 1]
+    coming = stages[number] if number < len(stages) else ()
+    slot, into, landing = 1 + (number - 1) % 3, 1 + number % 3, 1 + (number + 1) % 3
+    places, sends, recvs = _places(work, coming), [], []
+    for lane, (before, at) in enumerate(zip(leaving, _places(work, leaving), strict=True)):
+        block = (rank - before) % world
+        if lane < len(coming):
+            hop, arriving = coming[lane] - before, (rank - coming[lane]) % world
+            sends.append(Transfer(block, (rank + hop) % world, slot, at=at))
+            place = places[lane]
+            recvs.append(Transfer(arriving, (rank - hop) % world, landing, at=place, into=into, into_at=place))
+        else:
+            sends.append(Transfer(block, block, slot, at=at))
+            recvs.append(Transfer(rank, (rank + before) % world, landing, at=lane * max(work.sizes), into=0))
+    return {"grad_sends": tuple(sends), "grad_recvs": tuple(recvs)}
 
 
 def all_gather(work: Work) -> Schedule:
@@ -160,11 +239,11 @@ def all_gather(work: Work) -> Schedule:
     fetch = Step(
         sends=tuple(Transfer(rank, peer, 0) for peer in above),
         recvs=tuple(Transfer(peer, peer, slot) for slot, peer in enumerate(below, 1)),
-        visits=(Visit(rank, 0, 0, work.plan[rank]),),
+        visits=(Visit((rank,), 0, 0, work.plan[rank]),),
     )
     if not others:
         return Schedule((fetch,), (fetch,), slots=1, grad_slots=1, home=0)
-    compute = Step(visits=tuple(Visit(peer, slot, slot, work.plan[peer]) for slot, peer in enumerate(below, 1)))
+    compute = Step(visits=tuple(Visit((peer,), slot, slot, work.plan[peer]) for slot, peer in enumerate(below, 1)))
     landing = len(others) + 1
     give_back = Step(
         grad_sends=tuple(Transfer(peer, peer, slot) for slot, peer in enumerate(below, 1)),
@@ -193,7 +272,7 @@ def direct(work: Work) -> Schedule:
         slot, grad_slot = index % 2, 1 + index % 2 if index else home
         held = rows[index] if index else None
         tiles = pick_rows(work.plan[peer], held) if held is not None else work.plan[peer]
-        visits = (Visit(peer, slot, grad_slot, tiles, held),)
+        visits = (Visit((peer,), slot, grad_slot, tiles, held),)
         keys: dict[str, Any] = {}
         grads: dict[str, Any] = {}
         if index + 1 < len(below):
@@ -221,7 +300,13 @@ def _returned(
     }
 
 
-SCHEDULES: dict[str, Callable[[Work], Schedule]] = {"ring": ring, "all_gather": all_gather, "direct": direct}
+SCHEDULES: dict[str, Callable[[Work], Schedule]] = {
+    "ring": ring,
+    "ring_by_2": partial(staged_ring, stage=2),
+    "ring_by_4": partial(staged_ring, stage=4),
+    "all_gather": all_gather,
+    "direct": direct,
+}
 """Every schedule by name."""
 
 
@@ -252,6 +337,7 @@ def make_schedule(name: str, layout: str, band: Band, lengths: tuple[int, ...], 
         world=world,
         distances=_distances(layout, band, lengths, world),
         plan=make_plan(layout, band, lengths, world, rank),
+        sizes=shard_sizes(layout, lengths, world),
         wanted=lambda: wanted_rows(layout, band, lengths, world, rank),
     )
     return SCHEDULES[schedule_name(name)](work)

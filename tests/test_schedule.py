@@ -1,6 +1,6 @@
 """Schedules are symmetric, match send by send, keep slots intact, and visit every block that is needed once."""
 
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from ringattn.layout import LAYOUTS
 from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.plan import key_rows, make_plan
-from ringattn.schedule import SCHEDULES, Schedule, Step, make_schedule
+from ringattn.prove import ScheduleError, check, prove
+from ringattn.schedule import SCHEDULES, Schedule, Step, Transfer, Visit, make_schedule
 
 BANDS = [FULL, CAUSAL, window(0), window(3), window(9, 2), Band(5, 20), Band(-20, -5), prefix_lm(11), Band(0, 4, 9)]
 PLACES = st.tuples(
@@ -21,98 +22,18 @@ PLACES = st.tuples(
 )
 
 
-def schedules(place) -> list[Schedule]:
-    return [make_schedule(*place, rank) for rank in range(place[-1])]
-
-
-def kinds(step: Step) -> tuple[int, ...]:
-    return len(step.sends), len(step.recvs), len(step.grad_sends), len(step.grad_recvs)
-
-
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(PLACES)
-def test_all_ranks_take_the_same_steps(place):
-    ranks = schedules(place)
-    for direction in ("forward", "backward"):
-        shapes = {tuple(kinds(step) for step in getattr(schedule, direction)) for schedule in ranks}
-        assert len(shapes) == 1
-    assert len({(s.slots, s.grad_slots) for s in ranks}) == 1
+def test_every_schedule_is_proven(place):
+    name, layout, band, lengths, world = place
+    prove(name, layout, band, lengths, world)
 
 
-@settings(max_examples=300, deadline=None)
-@given(PLACES)
-def test_each_send_meets_its_receive_in_the_same_step(place):
-    ranks = schedules(place)
-    for direction in ("forward", "backward"):
-        for steps in zip(*(getattr(schedule, direction) for schedule in ranks), strict=True):
-            for sends, recvs in (("sends", "recvs"), ("grad_sends", "grad_recvs")):
-                sent, received = [], []
-                for rank, step in enumerate(steps):
-                    assert all(t.peer != rank for t in getattr(step, sends) + getattr(step, recvs))
-                    sent += [(rank, t.peer, t.block, t.rows) for t in getattr(step, sends)]
-                    received += [(t.peer, rank, t.block, t.rows) for t in getattr(step, recvs)]
-                assert Counter(sent) == Counter(received)
-
-
-@settings(max_examples=300, deadline=None)
-@given(PLACES)
-def test_slots_hold_what_is_read_and_are_not_overwritten_while_in_use(place):
-    for rank, schedule in enumerate(schedules(place)):
-        for steps in (schedule.forward, schedule.backward):
-            held: dict[int, tuple] = {}
-            for step in steps:
-                held.update({t.slot: (rank, t.rows) for t in step.sends if t.block == rank})  # packed when sent
-                read = [*step.sends, *(visit for visit in step.visits if visit.block != rank)]
-                assert all(held[part.slot] == (part.block, part.rows) for part in read)
-                slots, landing = {part.slot for part in read}, [t.slot for t in step.recvs]
-                assert len(set(landing)) == len(landing) and not slots & set(landing)
-                assert all(slot < schedule.slots for slot in (*slots, *landing))
-                held.update({t.slot: (t.block, t.rows) for t in step.recvs})
-
-
-@settings(max_examples=300, deadline=None)
-@given(PLACES)
-def test_gradients_are_summed_over_all_visits_and_come_home(place):
-    """Follow each slot as the set of (visiting rank, block) whose parts it holds."""
-    world = place[-1]
-    ranks = schedules(place)
-    held: list[dict[int, tuple[int, Counter]]] = [{} for _ in range(world)]
-    for steps in zip(*(schedule.backward for schedule in ranks), strict=True):
-        sent = {}
-        for rank, step in enumerate(steps):
-            busy = {t.slot for t in step.grad_sends} | {t.slot for t in step.grad_recvs}
-            for t in step.grad_sends:
-                assert held[rank][t.slot][0] == t.block
-                sent[rank, t.peer, t.block] = held[rank][t.slot][1]
-            for visit in step.visits:
-                assert visit.grad_slot not in busy and visit.grad_slot < ranks[rank].grad_slots
-                held[rank][visit.grad_slot] = (visit.block, Counter([rank]))
-            sending = {t.slot for t in step.grad_sends}
-            assert not sending & {t.slot for t in step.grad_recvs}
-        for rank, step in enumerate(steps):
-            for t in step.grad_recvs:
-                arrived = sent[t.peer, rank, t.block]
-                if t.into is None:
-                    held[rank][t.slot] = (t.block, arrived)
-                else:
-                    assert held[rank][t.into][0] == t.block
-                    held[rank][t.into] = (t.block, held[rank][t.into][1] + arrived)
-    for owner, schedule in enumerate(ranks):
-        block, parts = held[owner][schedule.home]
-        needed = {rank for rank in range(world) if make_plan(*place[1:], rank)[owner]}
-        assert block == owner and max(parts.values()) == 1 and needed <= set(parts)
-
-
-@settings(max_examples=300, deadline=None)
-@given(PLACES)
-def test_needed_blocks_are_visited_once(place):
-    for rank, schedule in enumerate(schedules(place)):
-        plan = make_plan(*place[1:], rank)
-        for steps in (schedule.forward, schedule.backward):
-            visited = Counter(visit.block for step in steps for visit in step.visits)
-            assert max(visited.values()) == 1
-            assert {block for block, tiles in enumerate(plan) if tiles} <= set(visited)
-            assert steps[0].visits[0].block == rank
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("world", [16, 33, 64])
+def test_larger_worlds(name, world):
+    for layout, band in (("zigzag", CAUSAL), ("contiguous", window(700, 30))):
+        prove(name, layout, band, (world * 256 + 3,), world)
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -130,14 +51,17 @@ def test_windows_leave_steps_out(size, world):
 
 def test_a_step_that_nobody_needs_is_left_out_of_the_middle():
     schedule = make_schedule("ring", "zigzag", window(3), (64,), 8, 3)
-    assert [step.visits[0].block if step.visits else None for step in schedule.forward] == [3, 2, 4]
+    assert [step.visits[0].blocks for step in schedule.forward] == [(3,), (2,), (4,)]
     assert [t.peer for step in schedule.forward for t in step.sends] == [4, 1]
 
 
 def test_a_world_of_one_sends_nothing():
     for name in SCHEDULES:
         schedule = make_schedule(name, "zigzag", CAUSAL, (8,), 1, 0)
-        assert all(kinds(step) == (0, 0, 0, 0) for step in schedule.forward + schedule.backward)
+        assert len(schedule.forward) == len(schedule.backward) == 1
+        assert not any(
+            (step.sends, step.recvs, step.grad_sends, step.grad_recvs) != ((),) * 4 for step in schedule.backward
+        )
 
 
 def test_slots_do_not_grow_with_the_world():
@@ -149,13 +73,12 @@ def test_slots_do_not_grow_with_the_world():
 @given(PLACES)
 def test_direct_moves_what_is_needed_and_nothing_else(place):
     """The rows that a rank receives are those that its tiles read, of every block but its own."""
-    place = ("direct", *place[1:])
-    for rank, schedule in enumerate(schedules(place)):
+    place = place[1:]
+    for rank in range(place[-1]):
+        schedule, plan = make_schedule("direct", *place, rank), make_plan(*place, rank)
         moved = {t.block: t.rows for step in schedule.forward for t in step.recvs}
-        plan = make_plan(*place[1:], rank)
-        assert {block: rows for block, rows in moved.items() if rows} == {
-            block: key_rows(tiles) for block, tiles in enumerate(plan) if tiles and block != rank
-        }
+        needed = {block: key_rows(tiles) for block, tiles in enumerate(plan) if tiles and block != rank}
+        assert {block: rows for block, rows in moved.items() if rows} == needed
 
 
 def test_schedules_are_hashable_and_cached():
@@ -164,5 +87,104 @@ def test_schedules_are_hashable_and_cached():
 
 
 def test_unknown_schedule_is_named():
-    with pytest.raises(ValueError, match="'tree'.*ring, all_gather, direct"):
+    with pytest.raises(ValueError, match="'tree'.*ring, ring_by_2, ring_by_4, all_gather, direct"):
         make_schedule("tree", "zigzag", CAUSAL, (64,), 4, 1)
+
+
+WORLD = 4
+PLACE = ("zigzag", CAUSAL, (64,), WORLD)
+
+
+def spoil(direction: str, number: int, **changes) -> dict[int, Schedule]:
+    """Schedules of which rank 1's step `number` is changed: each change maps a step's field to a function of it."""
+    schedules = {rank: make_schedule("ring", *PLACE, rank) for rank in range(WORLD)}
+    steps = list(getattr(schedules[1], direction))
+    steps[number] = replace(
+        steps[number], **{name: change(getattr(steps[number], name)) for name, change in changes.items()}
+    )
+    schedules[1] = replace(schedules[1], **{direction: tuple(steps)})
+    return schedules
+
+
+def narrower(visits):
+    tile = visits[0].tiles[0]
+    return (replace(visits[0], tiles=(replace(tile, q_end=tile.q_end - 1),)),)
+
+
+def without_band(visits):
+    return (replace(visits[0], tiles=(replace(visits[0].tiles[0], band=None),)),)
+
+
+def twice(visits):
+    return (replace(visits[0], tiles=visits[0].tiles * 2),)
+
+
+SPOILED = {
+    "a pair is missing": (("forward", 0, {"visits": narrower}), "pairs of"),
+    "a pair is not allowed": (("forward", 0, {"visits": without_band}), "does not say what the mask says"),
+    "a pair is computed twice": (("forward", 1, {"visits": twice}), "again in"),
+    "a block is visited twice": (("forward", 1, {"visits": lambda v: v * 2}), "more than once"),
+    "a block is not visited": (("backward", 1, {"visits": lambda v: ()}), "pairs of"),
+    "a send has no receive": (("forward", 0, {"sends": lambda t: t * 2}), "different shape"),
+    "the wrong peer": (("forward", 0, {"sends": lambda t: (replace(t[0], peer=3),)}), "expects"),
+    "the wrong block": (("forward", 0, {"recvs": lambda t: (replace(t[0], block=3),)}), "should hold|expects"),
+    "fewer rows": (("forward", 0, {"sends": lambda t: (replace(t[0], rows=((0, 8),)),)}), "expects"),
+    "itself": (("forward", 0, {"sends": lambda t: (replace(t[0], peer=1),)}), "to itself"),
+    "a slot is overwritten while it is sent": (("forward", 0, {"recvs": lambda t: (replace(t[0], slot=0),)}), "in use"),
+    "a slot is overwritten while it is read": (("forward", 1, {"recvs": lambda t: (replace(t[0], slot=1),)}), "in use"),
+    "a slot that is not there": (("forward", 0, {"recvs": lambda t: (replace(t[0], slot=2),)}), "does not fit"),
+    "a slot holds something else": (("forward", 1, {"visits": lambda v: (replace(v[0], slot=0),)}), "should hold"),
+    "a gradient is not added": (
+        ("backward", 1, {"grad_recvs": lambda t: (replace(t[0], into=None),)}),
+        "not in its slot|parts of",
+    ),
+    "a gradient lands on another": (("backward", 1, {"grad_recvs": lambda t: (replace(t[0], slot=0),)}), "being sent"),
+    "a gradient is computed over one that is sent": (
+        ("backward", 1, {"visits": lambda v: (replace(v[0], grad_slot=0),)}),
+        "while it is sent",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "words"), SPOILED.values(), ids=SPOILED)
+def test_a_spoiled_schedule_is_caught(fault, words):
+    direction, number, changes = fault
+    check({rank: make_schedule("ring", *PLACE, rank) for rank in range(WORLD)}, *PLACE)
+    with pytest.raises(ScheduleError, match=words):
+        check(spoil(direction, number, **changes), *PLACE)
+
+
+def test_ranks_that_wait_for_each_other_are_caught():
+    """Rank 0 sends in its first step what rank 1 takes in its second, and the other way round."""
+
+    def schedule(rank: int) -> Schedule:
+        send, recv = Transfer(rank, 1 - rank, 0), Transfer(1 - rank, 1 - rank, 1)
+        own = Visit((rank,), 0, 0, make_plan("contiguous", FULL, (8,), 2, rank)[rank])
+        other = Visit((1 - rank,), 1, 1, make_plan("contiguous", FULL, (8,), 2, rank)[1 - rank])
+        steps = (Step(sends=(send,), visits=(own,)), Step(recvs=(recv,)), Step(visits=(other,)))
+        return Schedule(steps, steps, slots=2, grad_slots=2, home=0)
+
+    with pytest.raises(ScheduleError, match="waits for ever at step 0"):
+        check({0: schedule(0), 1: schedule(1)}, "contiguous", FULL, (8,), 2)
+
+
+def test_a_gradient_that_stays_away_is_caught():
+    schedules = {rank: make_schedule("ring", *PLACE, rank) for rank in range(WORLD)}
+    schedules[2] = replace(schedules[2], home=(schedules[2].home + 1) % 3)
+    with pytest.raises(ScheduleError, match="gradient of block 2 comes home"):
+        check(schedules, *PLACE)
+
+
+def test_tokens_over_each_link():
+    """A ring passes world - 1 blocks on to its neighbour, and as many gradients and one of them home."""
+    proof = prove("ring", "contiguous", FULL, (64,), 4)
+    assert set(proof.moved) == {(rank, (rank + 1) % 4) for rank in range(4)} and set(proof.moved.values()) == {
+        2 * 3 * 16
+    }
+    assert sum(proof.grads_moved.values()) == 4 * 4 * 16
+    assert proof.pairs == [64 * 16] * 4 and proof.balance == 1.0
+
+
+def test_a_sample_of_thousands():
+    proof = prove("ring", "zigzag", CAUSAL, (1024 * 8,), 1024, ranks=[0, 1, 511, 512])
+    assert proof.ranks == 4 and proof.steps == (1024, 1025)
