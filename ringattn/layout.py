@@ -10,7 +10,7 @@ the world size. Lengths need not divide by anything: the first ranks (or chunks)
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -164,13 +164,14 @@ def layout_name(name: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def make_shards(layout: str, lengths: tuple[int, ...], world: int) -> tuple[Shard, ...]:
+def make_shards(layout: str, lengths: tuple[int, ...], world: int, inner: int = 1) -> tuple[Shard, ...]:
     """The spans of every rank.
 
     Args:
         layout: a name of `LAYOUTS` or an alias.
         lengths: tokens of each document, in order; `(seq_len,)` when nothing is packed.
         world: number of ranks.
+        inner: each "rank" stands for so many neighbours, who hold their shards together, sorted by position.
 
     Returns:
         One tuple of `Span` a rank; together they hold each global position exactly once.
@@ -186,7 +187,8 @@ def make_shards(layout: str, lengths: tuple[int, ...], world: int) -> tuple[Shar
         raise ValueError(f"world must be at least 1, got {world}")
     if not lengths or min(lengths) < 0:
         raise ValueError(f"lengths must be one or more non-negative document lengths, got {lengths}")
-    return LAYOUTS[layout_name(layout)](lengths, world)
+    shards = LAYOUTS[layout_name(layout)](lengths, world * inner)
+    return shards if inner == 1 else tuple(join_shards(shards[i : i + inner]) for i in range(0, len(shards), inner))
 
 
 def document_lengths(documents: Any) -> tuple[int, ...]:
@@ -218,9 +220,18 @@ def shard_size(shard: Shard) -> int:
     return sum(span.size for span in shard)
 
 
-def shard_sizes(layout: str, lengths: tuple[int, ...], world: int) -> tuple[int, ...]:
-    """Number of tokens that each rank holds."""
-    return tuple(shard_size(shard) for shard in make_shards(layout, lengths, world))
+def shard_sizes(layout: str, lengths: tuple[int, ...], world: int, inner: int = 1) -> tuple[int, ...]:
+    """Number of tokens that each rank holds; arguments as in `make_shards`."""
+    return tuple(shard_size(shard) for shard in make_shards(layout, lengths, world, inner))
+
+
+def join_shards(shards: tuple[Shard, ...]) -> Shard:
+    """All spans of some ranks as one shard, sorted by position."""
+    spans, offset = [], 0
+    for span in sorted((span for shard in shards for span in shard), key=lambda span: span.start):
+        spans.append(replace(span, offset=offset))
+        offset += span.size
+    return tuple(spans)
 
 
 def shard_positions(shard: Shard) -> list[int]:

@@ -61,7 +61,7 @@ Plan = tuple[Tiles, ...]
 
 
 @lru_cache(maxsize=4096)
-def make_plan(layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int) -> Plan:
+def make_plan(layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int, inner: int = 1) -> Plan:
     """The tiles that a rank computes, by source of keys.
 
     Args:
@@ -70,6 +70,7 @@ def make_plan(layout: str, band: Band, lengths: tuple[int, ...], world: int, ran
         lengths: tokens of each document.
         world: number of ranks.
         rank: whose queries.
+        inner: as in `ringattn.layout.make_shards`.
 
     Returns:
         A tuple of `world` tuples of tiles, each ordered by rows.
@@ -78,13 +79,15 @@ def make_plan(layout: str, band: Band, lengths: tuple[int, ...], world: int, ran
         >>> [len(tiles) for tiles in make_plan("zigzag", Band(lo=0), (16,), 4, rank=1)]
         [1, 1, 1, 1]
     """
-    shards = _documents_of_shards(layout, lengths, world)
+    shards = _documents_of_shards(layout, lengths, world, inner)
     return tuple(_tiles(shards[rank], keys, band) for keys in shards)
 
 
-def wanted_rows(layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int) -> tuple["Rows", ...]:
+def wanted_rows(
+    layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int, inner: int = 1
+) -> tuple["Rows", ...]:
     """The rows of this rank's keys that each rank needs; arguments as in `make_plan`."""
-    shards = _documents_of_shards(layout, lengths, world)
+    shards = _documents_of_shards(layout, lengths, world, inner)
     return tuple(key_rows(_tiles(queries, shards[rank], band)) for queries in shards)
 
 
@@ -105,8 +108,8 @@ def _documents(shard: Shard) -> Documents:
 
 
 @lru_cache(maxsize=64)
-def _documents_of_shards(layout: str, lengths: tuple[int, ...], world: int) -> tuple[Documents, ...]:
-    return tuple(_documents(shard) for shard in make_shards(layout, lengths, world))
+def _documents_of_shards(layout: str, lengths: tuple[int, ...], world: int, inner: int) -> tuple[Documents, ...]:
+    return tuple(_documents(shard) for shard in make_shards(layout, lengths, world, inner))
 
 
 def _tiles(queries: Documents, keys: Documents, band: Band) -> Tiles:

@@ -318,12 +318,14 @@ def schedule_name(name: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def make_schedule(name: str, layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int) -> Schedule:
+def make_schedule(
+    name: str, layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int, inner: int = 1
+) -> Schedule:
     """The schedule of one rank.
 
     Args:
         name: a name of `SCHEDULES`.
-        layout, band, lengths, world, rank: as in `ringattn.plan.make_plan`.
+        layout, band, lengths, world, rank, inner: as in `ringattn.plan.make_plan`.
 
     Returns:
         The steps; the same number on every rank.
@@ -335,21 +337,21 @@ def make_schedule(name: str, layout: str, band: Band, lengths: tuple[int, ...], 
     work = Work(
         rank=rank,
         world=world,
-        distances=_distances(layout, band, lengths, world),
-        plan=make_plan(layout, band, lengths, world, rank),
-        sizes=shard_sizes(layout, lengths, world),
-        wanted=lambda: wanted_rows(layout, band, lengths, world, rank),
+        distances=_distances(layout, band, lengths, world, inner),
+        plan=make_plan(layout, band, lengths, world, rank, inner),
+        sizes=shard_sizes(layout, lengths, world, inner),
+        wanted=lambda: wanted_rows(layout, band, lengths, world, rank, inner),
     )
     return SCHEDULES[schedule_name(name)](work)
 
 
 @lru_cache(maxsize=1024)
-def _distances(layout: str, band: Band, lengths: tuple[int, ...], world: int) -> tuple[int, ...]:
+def _distances(layout: str, band: Band, lengths: tuple[int, ...], world: int, inner: int) -> tuple[int, ...]:
     """The distances that any rank needs, found through the key spans near each query span: 64 ranks in 1-2 ms.
 
     The last queries are asked first: under a causal mask they alone need every distance.
     """
-    shards = make_shards(layout, lengths, world)
+    shards = make_shards(layout, lengths, world, inner)
     owned = sorted(((span, owner) for owner, shard in enumerate(shards) for span in shard), key=lambda o: o[0].start)
     starts = [span.start for span, _ in owned]
     reach = list(accumulate((span.last for span, _ in owned), max))
