@@ -73,23 +73,24 @@ def run(
         start["lse"][:, :, ::3] = -torch.inf
         start["out"][:, :, ::3] = 0.0
 
-    def compute(dtype: torch.dtype) -> dict[str, Tensor]:
+    def compute(dtype: torch.dtype, saved: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         state = {name: x.to(dtype).clone() for name, x in start.items()}
         inputs = [x.to(dtype) for x in (q, k, v)]
         reference.forward(problem, tiles, *inputs, state["out"], state["lse"])
-        delta = (do.to(dtype) * state["out"]).sum(-1)
+        lse, delta = saved or (state["lse"], (do.to(dtype) * state["out"]).sum(-1))
         grads = [state[name] for name in ("dq", "dk", "dv")]
-        reference.backward(problem, tiles, do.to(dtype), *inputs, state["out"], state["lse"], delta, *grads)
+        reference.backward(problem, tiles, do.to(dtype), *inputs, state["out"], lse, delta, *grads)
         return state
 
-    exact, single = compute(torch.float64), compute(torch.float32)
+    exact = compute(torch.float64)
+    lse, delta = exact["lse"].float(), (do.double() * exact["out"]).sum(-1).float()
+    single = compute(torch.float32, (lse, delta))
     exact["rounding"] = 8 * torch.finfo(torch.float32).eps * _product(do, v) * max(q.abs().max(), k.abs().max())
     ours = {name: x.clone() for name, x in start.items()}
     ints = triton.int_tiles(tiles)
     options = {"config": config, "descriptors": descriptors}
     factors = problem.scale, problem.softcap
     attention_fwd.forward_launch(ints, q, k, v, ours["out"], ours["lse"], *factors, first=problem.first, **options)()
-    lse, delta = exact["lse"].float(), (do.double() * exact["out"]).sum(-1).float()
     grads = ours["dk"], ours["dv"]
     attention_bwd.dkv_launch(ints, do, q, k, v, lse, delta, *grads, *factors, first=problem.first_kv, **options)()
     attention_bwd.dq_launch(ints, do, q, k, v, lse, delta, ours["dq"], *factors, first=problem.first, **options)()
