@@ -23,10 +23,11 @@ from ringattn.plan import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_ROWS = 128
-"""Rows of a strip of a window: of 64, 128 and 256, the fastest at windows of 1024 keys and more; 64 is below that."""
+"""Rows of a strip of a window; 64 below 1024 keys. A visible pair costs 1.5 times what it does in full attention at 1024
+keys, 1.7 at 512, 2.5 at 256; with strips of 256 rows 1.7, 2.1 and 2.7 (docs/findings/cpu.md)."""
 SLAB_KEYS = 1536
-"""Keys up to which a strip is one masked piece: 77 ms at a window of 1024 keys, where a piece without a mask for what
-all rows of the strip see, and two masked ones for the edges, take 86 ms (docs/findings/cpu.md)."""
+"""Keys up to which a strip is one masked piece. One piece without a mask for what all its rows see, and two masked ones
+for the edges, cost 1.8 times full attention at 1024 keys, 2.7 at 512."""
 SAFE_LAG = 80.0
 """Difference of two LSEs up to which exp of its negative is a normal float32 (1.8e-35)."""
 
