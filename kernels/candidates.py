@@ -1,10 +1,11 @@
-"""The largest logits of each row's slice, and the filtered draw from the largest of all slices: three launches.
+"""The largest logits of each row's slice, and the filtered draw from the largest of all slices.
 
 1. `bound_kernel` reads the row once and keeps maxima of many interleaved groups; the last program of a row finds the
    coarse m-th largest of these. At least m logits reach it, and seldom many more.
 2. `collect_kernel` reads the row again, collects what reaches the bound, and the last program of a row sorts it by
    counting. Where too many reach it (equal logits), that program selects exactly instead, bit by bit.
-3. `decide_kernel` merges the lists of all slices, cuts them by min-p, top-k and top-p, and draws from what is left.
+3. `decide_kernel` merges the lists of all slices, cuts them by min-p, top-k, top-p, and draws from what is left. With
+   one slice, 2 does that as well.
 
 Same bits as `ringattn.vocab.words` and `ringattn.filters.merge` for requests without header.
 """
@@ -37,6 +38,8 @@ CHUNK = tl.constexpr(128)
 falls to one."""
 CAPACITY = 256
 """Collected logits that are sorted by counting; more take the exact select."""
+TILE, WARPS = 4096, 8
+"""Tokens a program of the first two launches, and its warps."""
 UNIT = tl.constexpr(11)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -60,7 +63,7 @@ def _place(index, tile, tiles):
     return (index // CHUNK * tiles + tile) * CHUNK + index % CHUNK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "wanted"])
 def bound_kernel(
     logits, mask, bias, counts, prompt, repetitions, presences, frequencies,
     arrived, maxima, bounds,
@@ -87,27 +90,37 @@ def bound_kernel(
         tl.store(arrived + row, 0)
         tl.debug_barrier()
         index = tl.arange(0, ALL)
-        every = tl.load(maxima + row * tiles * GROUPS + index, mask=index < tiles * GROUPS, other=LOWEST, volatile=True)
-        # The upper 16 bits decide nearly as well as all 32: what lies between is collected as well.
+        every = tl.load(maxima + row * tiles * GROUPS + index, mask=index < tiles * GROUPS, other=LOWEST)
+        # The upper 14 bits decide nearly as well as all 32 (what lies between is collected as well); two bits a step.
         bound = tl.full((), LOWEST, tl.int32)
-        for bit in tl.static_range(31, 15, -1):
-            trial = bound ^ LOWEST if bit == 31 else bound + (1 << bit)
-            reached = tl.sum((every >= trial).to(tl.int32), axis=0)
-            bound = tl.where(reached >= wanted, trial, bound)
+        for bit in tl.static_range(30, 16, -2):
+            low = bound + (1 << bit)
+            middle = low + (1 << bit)
+            high = middle + (1 << bit)
+            reached = (every >= low).to(tl.int64) + ((every >= middle).to(tl.int64) << 20)
+            sums = tl.sum(reached + ((every >= high).to(tl.int64) << 40), axis=0)
+            bound = tl.where((sums & 0xFFFFF) >= wanted, low, bound)
+            bound = tl.where(((sums >> 20) & 0xFFFFF) >= wanted, middle, bound)
+            bound = tl.where((sums >> 40) >= wanted, high, bound)
         tl.store(bounds + row, bound)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "wanted"])
 def collect_kernel(
     logits, mask, bias, counts, prompt, repetitions, presences, frequencies,
     state, bounds, collected, out,
+    seeds, positions, samples, temperatures, top_ks, top_ps, min_ps, out_ids, out_status,
     logits_stride, mask_stride, bias_stride, counts_stride, prompt_stride,
     repetition_step, presence_step, frequency_step, out_stride,
+    seed_step, position_step, sample_step, temperature_step, top_k_step, top_p_step, min_p_step,
     start, width, tiles, wanted,
-    TILE: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
+    TILE: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr, ALL: tl.constexpr, DECIDE: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
 ):  # fmt: skip
-    """out[row]: keys of the `wanted` largest tokens, descending; 0 where there are fewer, all poison with a NaN."""
+    """out[row]: keys of the `wanted` largest tokens, descending; 0 where there are fewer, all poison with a NaN.
+
+    DECIDE: these are all candidates there are; draw from them.
+    """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     logits += row * logits_stride
@@ -135,8 +148,9 @@ def collect_kernel(
                 MASK, BIAS, COUNTS, PROMPT,
             )  # fmt: skip
             near = (_order(again) >= bound) & (_order(again) > LOWEST)
-            place = tl.atomic_add(state + tl.zeros_like(some), 1, mask=near, sem="relaxed")
-            tl.store(collected + place, pack(again, start + some), mask=near & (place < CAPACITY))
+            if tl.max(near.to(tl.int32), axis=0) > 0:
+                place = tl.atomic_add(state + tl.zeros_like(some), 1, mask=near, sem="relaxed")
+                tl.store(collected + place, pack(again, start + some), mask=near & (place < CAPACITY))
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1) == tiles - 1:
         found = tl.atomic_xchg(state, 0).to(tl.int32)
@@ -149,17 +163,27 @@ def collect_kernel(
             )  # fmt: skip
             tl.debug_barrier()
         index = tl.arange(0, CAPACITY)
-        keys = tl.load(collected + index, mask=index < found, other=0, volatile=True)
+        keys = tl.load(collected + index, mask=index < found, other=0)
         ranks = tl.zeros_like(index)
         STEP: tl.constexpr = 16
-        for piece in range(0, CAPACITY, STEP):
-            at = piece + tl.arange(0, STEP)
-            others = tl.load(collected + at, mask=at < found, other=0, volatile=True)
+        for piece in tl.static_range(CAPACITY // STEP):
+            at = piece * STEP + tl.arange(0, STEP)
+            others = tl.load(collected + at, mask=at < found, other=0)
             ranks += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), axis=1)
         poisoned = tl.max(keys, axis=0) == POISON_NAN
         out += row * out_stride
         tl.store(out + index, tl.where(poisoned, POISON_NAN, 0), mask=(index < wanted) & (poisoned | (index >= found)))
         tl.store(out + ranks, keys, mask=(ranks < wanted) & (index < found) & ~poisoned)
+        if DECIDE:
+            tl.debug_barrier()
+            place = tl.arange(0, ALL)
+            _decide(
+                tl.load(out + place, mask=place < wanted, other=0), place,
+                tl.load(seeds + row * seed_step), tl.load(positions + row * position_step),
+                tl.load(samples + row * sample_step), tl.load(temperatures + row * temperature_step),
+                tl.load(top_ks + row * top_k_step), tl.load(top_ps + row * top_p_step),
+                tl.load(min_ps + row * min_p_step), repetition, presence, frequency, out_ids + row, out_status + row,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -256,8 +280,19 @@ def decide_kernel(
             ranks += tl.sum(before.to(tl.int32), axis=1)
         tl.store(merged + ranks, keys)
         tl.debug_barrier()
-        keys = tl.load(merged + index, volatile=True)
+        keys = tl.load(merged + index)
+    _decide(
+        keys, index, seed, position, sample, temperature, top_k, top_p, min_p, repetition, presence, frequency,
+        out_ids + row, out_status + row,
+    )  # fmt: skip
 
+
+@triton.jit
+def _decide(
+    keys, index, seed, position, sample, temperature, top_k, top_p, min_p, repetition, presence, frequency,
+    out_id, out_status,
+):  # fmt: skip
+    """Cut the sorted candidates of a row, and draw from what is left."""
     # Every row has a top-k within what each slice lists, so the first top-k of the merged list are those of the whole.
     known = (keys >= NO_TOKEN_BELOW) & (keys < POISON_PARAMETER)
     values = tl.where(known, _values(keys), -float("inf"))
@@ -284,7 +319,7 @@ def decide_kernel(
     kept = tl.where(temperature == 0, 1, kept)
 
     ids = (0x7FFFFFFF - (keys & 0x7FFFFFFF)).to(tl.int32)
-    score, _ = exact_score(values, ids, seed, position, sample, temperature)
+    score = exact_score(values, ids, seed, position, sample, temperature)
     best = tl.max(tl.where(known & (index < kept), pack(score, ids), 0), axis=0)
     best = tl.where(best < NO_TOKEN_BELOW, 0, best)
     fine = (temperature >= 0) & (temperature <= 1e30) & (repetition > 0) & (repetition < float("inf"))
@@ -293,10 +328,7 @@ def decide_kernel(
     fine = fine & (top_k >= 0) & (top_p >= 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
     best = tl.where(tl.max(keys, axis=0) == POISON_NAN, POISON_NAN, best)
     best = tl.where(fine, best, POISON_PARAMETER)
-    store_decoded(best, out_ids + row, out_status + row)
-
-
-TILE, WARPS = 4096, 8
+    store_decoded(best, out_id, out_status)
 
 
 def listing(part: Any, rows: Any, wanted: int) -> Tensor:
@@ -315,36 +347,70 @@ def listing(part: Any, rows: Any, wanted: int) -> Tensor:
     return out
 
 
-def listing_launches(part: Any, rows: Any, out: Tensor, tile: int = TILE, warps: int = WARPS) -> list[Launch]:
-    """The launches of `listing` as data."""
+def filtered_tokens(part: Any, rows: Any, wanted: int) -> tuple[Tensor, Tensor]:
+    """Ids and statuses (B,) where one slice holds the vocabulary, for chained requests with top-k in 1..`wanted`."""
+    batch, device = len(part.logits), part.logits.device
+    if not part.logits.numel():
+        return decide(listing(part, rows, wanted)[None], rows)
+    ids, status = torch.empty(2, batch, dtype=torch.int64, device=device)
+    for launch in listing_launches(
+        part, rows, torch.empty(batch, wanted, dtype=torch.int64, device=device), ids, status
+    ):
+        launch()
+    return ids, status
+
+
+def listing_launches(
+    part: Any,
+    rows: Any,
+    out: Tensor,
+    ids: Tensor | None = None,
+    status: Tensor | None = None,
+    tile: int = TILE,
+    warps: int = WARPS,
+) -> list[Launch]:
+    """The launches of `listing`, or with ids and status of `filtered_tokens`, as data."""
     (batch, width), wanted, device = part.logits.shape, out.shape[1], out.device
     tile = min(tile, max(1024, triton.next_power_of_2(width)))
     tiles = triton.cdiv(triton.cdiv(width, 128), tile // 128)
     # Eight times as many groups as wanted keep two large logits from often sharing one.
     groups = min(tile // 8, max(16, triton.next_power_of_2(triton.cdiv(8 * wanted, tiles))))
-    everything = triton.next_power_of_2(tiles * groups)
-    edits = edit_arguments(part)
-    params = {k: v for k, v in row_arguments(rows).items() if k.startswith(("repetition", "presence", "frequenc"))}
+    params = row_arguments(rows)
     words = zeros(3 * batch, device)
-    bounds = torch.empty(batch, dtype=torch.int32, device=device)
-    shared = edits | params | {"bounds": bounds, "width": width, "tiles": tiles, "wanted": wanted, "TILE": tile}
+    shared = edit_arguments(part) | {"width": width, "tiles": tiles, "wanted": wanted, "TILE": tile}
+    shared |= {name: value for name, value in params.items() if name.startswith(("repetition", "presence", "frequenc"))}
+    shared["bounds"] = torch.empty(batch, dtype=torch.int32, device=device)
     bound = shared | {
         "arrived": words[:batch],
         "maxima": torch.empty(batch, tiles * groups, dtype=torch.int32, device=device),
         "GROUPS": groups,
-        "ALL": everything,
+        "ALL": triton.next_power_of_2(tiles * groups),
     }
-    collect = shared | {
+    collect = shared | params | filter_arguments(rows)
+    collect |= {
         "state": words[batch:],
         "collected": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
         "out": out,
         "out_stride": out.stride(0),
+        "out_ids": out if ids is None else ids,
+        "out_status": out if status is None else status,
         "start": part.start,
         "PIECE": 1024,
         "CAPACITY": CAPACITY,
+        "ALL": max(32, triton.next_power_of_2(wanted)),
+        "DECIDE": ids is not None,
     }
     grid, how = (batch, tiles), options(warps)
     return [Launch(bound_kernel, grid, bound, how), Launch(collect_kernel, grid, collect, how)]
+
+
+def filter_arguments(rows: Any) -> dict[str, Any]:
+    """Filters of rows, as kernel arguments."""
+    args: dict[str, Any] = {}
+    for name in ("top_k", "top_p", "min_p"):
+        value = getattr(rows, name)
+        args |= {f"{name}s": value, f"{name}_step": 0 if len(value) == 1 else value.stride(0)}
+    return args
 
 
 def decide(words: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
@@ -370,8 +436,5 @@ def decide_launch(words: Tensor, rows: Any, ids: Tensor, status: Tensor) -> Laun
         "ALL": everything,
         "SORT": slices > 1,
     }
-    args |= row_arguments(rows)
-    for name in ("top_k", "top_p", "min_p"):
-        value = getattr(rows, name)
-        args |= {f"{name}s": value, f"{name}_step": 0 if len(value) == 1 else value.stride(0)}
+    args |= row_arguments(rows) | filter_arguments(rows)
     return Launch(decide_kernel, (batch,), args, options(4 if everything <= 256 else 8))

@@ -2,8 +2,8 @@
 
 The result is that of `l + T g` with Gumbel noise g from IEEE operations in a fixed order (`ringattn.noise`, line by
 line), so it has the same bits as on CPU. Most of it is never computed: a pass with hardware logarithms gives each score
-an upper bound that is within `BOUND` T of it, and only what comes that near to the largest is scored exactly. A tile
-where one token alone does is done after one scalar score; the others (about 1 in 100) are scored exactly as a whole.
+an upper bound. A program scores the group of four tokens with the largest bound exactly; where that beats the second
+largest bound it is done, and where it does not (about 1 program in 1000) all of its tokens are scored exactly.
 
 The pass (H200, 128256 bf16 logits a row) is bound by integer and special-function issue, not by memory: one Philox call
 for four tokens and two `lg2.approx` a token.
@@ -17,25 +17,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.config import Launch
-from ringattn.kernels.noise import TAIL_BELOW, exact_score, lg2, pack, philox
+from ringattn.kernels.noise import exact_score, lg2, pack, philox
 from ringattn.kernels.workspace import zeros
 
 BOUND = tl.constexpr(1e-4)
-"""Twice the largest |fast - exact| of a Gumbel number, 2.5e-5, and as much again. For words from 2^16 to 2^32 - 2^24:
-lg2.approx errs by 2^-22 (absolute within (1/2, 2), else relative), so 1.05e-5 at E = 2^-6 and 2.8e-6 in log(E); the
-rounding of 1 - u 2e-6; leaving out the low word 7.6e-6; the exact score 1e-6."""
-HIGH_WORDS = tl.constexpr(0xFF000000)
-"""Words from here on have 1 - u below 2^-8, where the fast pass only bounds the score from above."""
+"""How far an exact Gumbel number may lie above its bound, four times over. lg2.approx errs by 2^-22 (absolute within
+(1/2, 2), else relative): 1.05e-5 of E at E = 2^-6, and 1.1e-5 of log(E) at E = 2^-65; rounding 1 - u costs 2e-6, the
+exact score errs by 1e-6. Leaving out the low word, and stopping 1 - u at 2^-8, only raise the bound."""
 
 POISON_NAN = tl.constexpr((1 << 63) - 1)
 POISON_PARAMETER = tl.constexpr((1 << 63) - 1 - (1 << 31))
 NO_TOKEN_BELOW = tl.constexpr(0x00800000 << 31)
 """Keys below this are no token: order(-inf) is 0x007FFFFF."""
 ONE = tl.constexpr(1 << 16)
-"""What a candidate adds to a tile's count, above its index."""
+"""What a candidate adds to a program's count, above the number of its group of four."""
+MOST_TOKENS = 1 << 17
+"""Most tokens a program takes: their groups are numbered below `ONE`."""
 
-TILE, WARPS, PIECE = 4096, 4, 512
-"""Tokens a program, its warps, and tokens that it scores exactly at once."""
+TILE, WARPS, PIECE = 1024, 4, 128
+"""Tokens that a program bounds at once, its warps, and tokens that it scores exactly at once."""
+PER_PROCESSOR = 8
+"""Programs that a multiprocessor holds at a time; a program takes as many tiles as make one wave of all rows."""
 
 
 @triton.jit
@@ -88,21 +90,21 @@ def _quarter(x, ROWS: tl.constexpr):
     return x0, x1, x2, x3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "programs"])
 def draw_kernel(
     logits, mask, bias, counts, prompt,
     seeds, positions, samples, temperatures, repetitions, presences, frequencies,
     keys, arrived, out_keys, out_ids, out_status,
     logits_stride, mask_stride, bias_stride, counts_stride, prompt_stride,
     seed_step, position_step, sample_step, temperature_step, repetition_step, presence_step, frequency_step,
-    start, width, tiles,
+    start, width, pieces, programs,
     TILE: tl.constexpr, PIECE: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
     CUDA: tl.constexpr,
 ):  # fmt: skip
-    """One program draws from a tile of a row; the last of a row decodes it and leaves keys and arrived at 0."""
+    """A program draws from some tiles of a row; the last of a row decodes it and leaves keys and arrived at 0."""
     row = tl.program_id(0)
-    tile = tl.program_id(1)
+    program = tl.program_id(1)
     wide = row.to(tl.int64)
     logits += wide * logits_stride
     mask += wide * mask_stride
@@ -118,54 +120,62 @@ def draw_kernel(
     frequency = tl.load(frequencies + wide * frequency_step)
 
     ROWS: tl.constexpr = TILE // 4
-    first = start // 4 * 4 + tile * TILE
+    begin = start // 4 * 4 + program * pieces * TILE
     group = tl.arange(0, ROWS)
     index = group[:, None] * 4 + tl.arange(0, 4)[None, :]
-    column = first - start + index
-    inside = (column >= 0) & (column < width)
-    value = edited_logits(
-        logits, mask, bias, counts, prompt, column, inside, repetition, presence, frequency,
-        MASK, BIAS, COUNTS, PROMPT,
-    )  # fmt: skip
-    l0, l1, l2, l3 = _quarter(value, ROWS)
-    w0, w1, w2, w3 = philox(seed, (first // 4 + group).to(tl.uint32), position, sample, 0)
     slope = temperature * -0.6931472
-    s0 = _upper(l0, w0, slope, CUDA)
-    s1 = _upper(l1, w1, slope, CUDA)
-    s2 = _upper(l2, w2, slope, CUDA)
-    s3 = _upper(l3, w3, slope, CUDA)
-    largest = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0)
-    near = largest - (temperature * BOUND + tl.abs(largest) * 4.7683716e-07 + 1e-37)
-    near = tl.where(near < -3.4028234e38, -3.4028234e38, near)
-    # A NaN is not below anything, so it counts.
-    at = group * 4 + ONE
-    found = tl.where(s0 < near, 0, at) + tl.where(s1 < near, 0, at + 1)
-    found += tl.where(s2 < near, 0, at + 2) + tl.where(s3 < near, 0, at + 3)
-    total = tl.sum(found, axis=0)
+    # For each lane: its largest bound, the piece that it came from, and the second largest.
+    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    second = best
+    at = tl.zeros((ROWS,), tl.int32)
+    for piece in range(pieces):
+        first = begin + piece * TILE
+        column = first - start + index
+        value = edited_logits(
+            logits, mask, bias, counts, prompt, column, (column >= 0) & (column < width), repetition, presence,
+            frequency, MASK, BIAS, COUNTS, PROMPT,
+        )  # fmt: skip
+        l0, l1, l2, l3 = _quarter(value, ROWS)
+        w0, w1, w2, w3 = philox(seed, (first // 4 + group).to(tl.uint32), position, sample, 0)
+        s0 = _upper(l0, w0, slope, CUDA)
+        s1 = _upper(l1, w1, slope, CUDA)
+        s2 = _upper(l2, w2, slope, CUDA)
+        s3 = _upper(l3, w3, slope, CUDA)
+        left = tl.maximum(s0, s1, propagate_nan=tl.PropagateNan.ALL)
+        right = tl.maximum(s2, s3, propagate_nan=tl.PropagateNan.ALL)
+        top = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+        next_one = tl.maximum(tl.maximum(tl.minimum(s0, s1), tl.minimum(s2, s3)), tl.minimum(left, right))
+        second = tl.maximum(second, tl.maximum(next_one, tl.minimum(best, top)))
+        at = tl.where(top > best, piece, at)
+        best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
+    largest = tl.max(best, axis=0)
+    is_largest = (best == largest) & (best > -float("inf"))
+    others = tl.max(tl.where(is_largest, second, best), axis=0)
+    total = tl.sum(tl.where(is_largest, ONE + at * ROWS + group, 0) + tl.where(best != best, 2 * ONE, 0), axis=0)
 
     key = tl.zeros((), dtype=tl.int64)
     certain = total < 0
     if (total >= ONE) & (total < 2 * ONE):
-        only = first + total - ONE
-        near_column = only - start
+        four = begin + (total - ONE) * 4 + tl.arange(0, 4)
+        column4 = four - start
         logit = edited_logits(
-            logits, mask, bias, counts, prompt, near_column, near_column >= 0, repetition, presence, frequency,
-            MASK, BIAS, COUNTS, PROMPT,
+            logits, mask, bias, counts, prompt, column4, (column4 >= 0) & (column4 < width), repetition, presence,
+            frequency, MASK, BIAS, COUNTS, PROMPT,
         )  # fmt: skip
-        score, word = exact_score(logit, only, seed, position, sample, temperature)
-        key = pack(score, only)
-        certain = (word >= TAIL_BELOW) & (word < HIGH_WORDS)
+        score = exact_score(logit, four, seed, position, sample, temperature)
+        key = tl.max(pack(score, four), axis=0)
+        certain = tl.max(score, axis=0) > others + (temperature * BOUND + tl.abs(others) * 4.7683716e-07 + 1e-37)
     if (total >= ONE) & (~certain):
         # In pieces, so that the rare path does not set the registers of the common one.
-        for piece in range(0, TILE, PIECE):
-            some = piece + tl.arange(0, PIECE)
-            far = first - start + some
+        for offset in range(0, pieces * TILE, PIECE):
+            some = begin + offset + tl.arange(0, PIECE)
+            far = some - start
             again = edited_logits(
                 logits, mask, bias, counts, prompt, far, (far >= 0) & (far < width), repetition, presence, frequency,
                 MASK, BIAS, COUNTS, PROMPT,
             )  # fmt: skip
-            exact, _ = exact_score(again, first + some, seed, position, sample, temperature)
-            key = tl.maximum(key, tl.max(pack(exact, first + some), axis=0))
+            exact = exact_score(again, some, seed, position, sample, temperature)
+            key = tl.maximum(key, tl.max(pack(exact, some), axis=0))
     key = tl.where(key < NO_TOKEN_BELOW, 0, key)
     fine = (temperature >= 0) & (temperature <= 1e30) & (repetition > 0) & (repetition < float("inf"))
     fine = fine & (tl.abs(presence) < float("inf")) & (tl.abs(frequency) < float("inf"))
@@ -173,11 +183,11 @@ def draw_kernel(
     key = tl.where(fine, key, POISON_PARAMETER)
 
     tl.atomic_max(keys + row, key, sem="relaxed")
-    if tl.atomic_add(arrived + row, 1) == tiles - 1:
-        best = tl.atomic_xchg(keys + row, 0)
+    if tl.atomic_add(arrived + row, 1) == programs - 1:
+        winner_key = tl.atomic_xchg(keys + row, 0)
         tl.store(arrived + row, 0)
-        tl.store(out_keys + row, best)
-        store_decoded(best, out_ids + row, out_status + row)
+        tl.store(out_keys + row, winner_key)
+        store_decoded(winner_key, out_ids + row, out_status + row)
 
 
 @triton.jit
@@ -237,7 +247,14 @@ def _draw(part: Any, rows: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_launch(
-    part: Any, rows: Any, keys: Tensor, ids: Tensor, status: Tensor, tile: int = TILE, warps: int = WARPS
+    part: Any,
+    rows: Any,
+    keys: Tensor,
+    ids: Tensor,
+    status: Tensor,
+    tile: int = TILE,
+    warps: int = WARPS,
+    wave: int = 0,
 ) -> Launch:
     """The launch of `draw_kernel`, as data.
 
@@ -245,12 +262,17 @@ def draw_launch(
         part: `ringattn.vocab.Slice` of at least one row and one column.
         rows: `ringattn.vocab.Rows`.
         keys, ids, status: int64 (B,), written.
-        tile: tokens a program, a power of two from 128.
+        tile: tokens at once, a power of two from 128.
         warps: warps a program.
+        wave: programs to aim at by giving each enough tiles; 0 for what the device holds at a time.
     """
-    batch, width = part.logits.shape
+    (batch, width), cuda = part.logits.shape, keys.device.type == "cuda"
     tile = min(tile, max(128, triton.next_power_of_2(width)))
     tiles = triton.cdiv(part.start % 4 + width, tile)
+    if not wave:
+        processors = torch.cuda.get_device_properties(keys.device).multi_processor_count if cuda else 132
+        wave = processors * PER_PROCESSOR
+    pieces = min(triton.cdiv(batch * tiles, wave), MOST_TOKENS // tile)
     words = zeros(2 * batch, keys.device)
     args: dict[str, Any] = {
         "keys": words[:batch],
@@ -260,13 +282,14 @@ def draw_launch(
         "out_status": status,
         "start": part.start,
         "width": width,
-        "tiles": tiles,
+        "pieces": pieces,
+        "programs": triton.cdiv(tiles, pieces),
         "TILE": tile,
         "PIECE": min(tile, PIECE),
-        "CUDA": keys.device.type == "cuda" and torch.version.cuda is not None,
+        "CUDA": cuda and torch.version.cuda is not None,
     }
     args |= edit_arguments(part) | row_arguments(rows)
-    return Launch(draw_kernel, (batch, tiles), args, options(warps))
+    return Launch(draw_kernel, (batch, args["programs"]), args, options(warps))
 
 
 def options(warps: int) -> dict[str, Any]:

@@ -90,10 +90,10 @@ def _word(seed, ids, position, sample, tag: tl.constexpr):
 
 @triton.jit
 def exact_score(logit, ids, seed, position, sample, temperature):
-    """`l + T g` by IEEE operations, and the high word it came from."""
+    """`l + T g` by IEEE operations."""
     high = _word(seed, ids, position, sample, 0)
     low = tl.where(high < TAIL_BELOW, _word(seed, ids, position, sample, TAIL), TAIL)
-    return logit + temperature * -log(exponential(high, low)), high
+    return logit + temperature * -log(exponential(high, low))
 
 
 @triton.jit

@@ -130,8 +130,11 @@ def draw(parts: Sequence[Slice], rows: Rows, request: Request, ranks: Ranks, col
         keys = [local.winner(part, rows) for part in parts]
         best = ranks.max(keys) if collective == "all_reduce" else ranks.gather(keys).amax(dim=0)
         return Sample(*local.decode(best))
+    sure = request.certain and not request.header
+    if sure and len(parts) == 1 and ranks.comm is None:
+        return Sample(*local.filtered_tokens(parts[0], rows, request.candidates))
     words = ranks.gather([local.words(part, rows, request) for part in parts])
-    if request.certain and not request.header:
+    if sure:
         return Sample(*local.decide(words, rows))
     merged = merge(words, rows, request)
     if not request.certain:
@@ -151,6 +154,11 @@ class Local:
     def tokens(part: Slice, rows: Rows) -> tuple[Tensor, Tensor]:
         """Ids and statuses where one slice holds the whole vocabulary."""
         return decode(vocab.winner(part, rows))
+
+    @staticmethod
+    def filtered_tokens(part: Slice, rows: Rows, candidates: int) -> tuple[Tensor, Tensor]:
+        """The same where top-k is within `candidates` in every row."""
+        return Local.decide(vocab.words(part, rows, Request(candidates, header=False))[None], rows)
 
     @staticmethod
     def decide(words: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ def philox(seed: Tensor, counter: tuple[Tensor | int, Tensor | int, Tensor | int
         ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     k0, k1 = seed & MASK32, (seed >> 32) & MASK32
-    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64, device=seed.device) for word in counter)
+    c0, c1, c2, c3 = counter
     for _ in range(10):
         # int64 products wrap modulo 2^64, which keeps every bit of the unsigned product.
         p0, p1 = c0 * ROUND_A, c2 * ROUND_B

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ringattn import vocab
-from ringattn.kernels.candidates import CAPACITY, decide, listing
+from ringattn.kernels.candidates import CAPACITY, decide, filtered_tokens, listing
 from ringattn.kernels.gumbel import decode, tokens, winner
 from ringattn.keys import ids_of, is_token
 from ringattn.vocab import Request, Rows, Slice
 
-__all__ = ["decide", "decode", "tokens", "winner", "words"]
+__all__ = ["decide", "decode", "filtered_tokens", "tokens", "winner", "words"]
 
 
 def words(part: Slice, rows: Rows, request: Request) -> Tensor:

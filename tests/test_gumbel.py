@@ -99,8 +99,10 @@ def test_tiles_do_not_matter(tile: int) -> None:
     gumbel, _ = kernels()
     part, rows = make_slice(1300, 5), make_rows(3)
     keys, ids, status = torch.full((3, 3), -7, device=DEVICE)
-    gumbel.draw_launch(on(DEVICE, part), on(DEVICE, rows), keys, ids, status, tile=tile)()
-    assert torch.equal(keys.cpu(), vocab.winner(part, rows))
+    for wave in (1000, 12, 3):
+        gumbel.draw_launch(on(DEVICE, part), on(DEVICE, rows), keys, ids, status, tile, wave=wave)()
+        assert torch.equal(keys.cpu(), vocab.winner(part, rows)), wave
+        keys.fill_(-7)
 
 
 @pytest.mark.parametrize("words", [False, True])
@@ -142,6 +144,8 @@ def test_candidates_and_decisions(kind: str, width: int) -> None:
     for words in (expected[None], torch.stack([expected, other])):
         got = torch.stack(candidates.decide(on(DEVICE, words), on(DEVICE, rows))).cpu()
         assert torch.equal(got, torch.stack(decode(merge(words, rows, request).keys)))
+    alone = torch.stack(candidates.filtered_tokens(on(DEVICE, part), on(DEVICE, rows), 64)).cpu()
+    assert torch.equal(alone, torch.stack(decode(merge(expected[None], rows, request).keys)))
 
 
 def test_bad_parameters_are_statuses() -> None:
