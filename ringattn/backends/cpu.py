@@ -23,8 +23,8 @@ from ringattn.plan import Tile, Tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_ROWS = 128
-"""Rows of a strip of a window; 64 below 1024 keys. A visible pair costs 1.5 times what it does in full attention at 1024
-keys, 1.7 at 512, 2.5 at 256; with strips of 256 rows 1.7, 2.1 and 2.7 (docs/findings/cpu.md)."""
+"""Rows of a strip of a window; 64 below 1024 keys. A visible pair costs 1.5 times what it does in full attention at a
+window of 1024 keys, 1.7 at 512, 2.5 at 256; strips of 256 rows 1.7, 2.1 and 2.7 (docs/findings/cpu.md)."""
 SLAB_KEYS = 1536
 """Keys up to which a strip is one masked piece. One piece without a mask for what all its rows see, and two masked ones
 for the edges, cost 1.8 times full attention at 1024 keys, 2.7 at 512."""
