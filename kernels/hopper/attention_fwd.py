@@ -5,6 +5,7 @@ wip
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ringattn.kernels.attention_fwd import score_factors
 from ringattn.kernels.config import Launch
-from ringattn.kernels.hopper.config import Forward
+from ringattn.kernels.hopper.config import Forward, choose
+from ringattn.kernels.tiles import clamp, cut_rows
 from ringattn.kernels.hopper.shim import (
     TensorDescriptor,
     arrive_after,
-    arrive_also,
+    arrive_if,
     arrive_at,
     exp2,
     exp2_partly_on_fma,
@@ -28,12 +30,6 @@ from ringattn.kernels.hopper.shim import (
     tma_load,
     unpack_pairs,
 )
-
-TURN = gl.constexpr(5)
-K_FREE = gl.constexpr(8)
-V_FREE = gl.constexpr(10)
-Q_FREE = gl.constexpr(12)
-
 
 @gluon.jit
 def _number(round):
@@ -45,11 +41,18 @@ def _number(round):
 
 @gluon.jit
 def _item(round, sizes):
-    """(batch, head, kv_head, block) of this program's item in a round: all heads of a block, then the next block."""
-    items, rounds, blocks, backwards, heads, groups, all_heads = sizes
+    """(batch, head, kv_head, block) of this program's item in a round.
+
+    Falling work goes block by block over all heads, the longest first; even work head by head, which the L2 cache
+    likes better.
+    """
+    items, rounds, blocks, falling, backwards, heads, groups, all_heads = sizes
     number = _number(round)
-    block = number // all_heads
-    index = number - block * all_heads
+    inner = gl.where(falling != 0, all_heads, blocks)
+    outer = number // inner
+    rest = number - outer * inner
+    block = gl.where(falling != 0, outer, rest)
+    index = gl.where(falling != 0, rest, outer)
     batch = index // heads
     head = index - batch * heads
     return batch, head, head // groups, gl.where(backwards != 0, blocks - 1 - block, block)
@@ -108,12 +111,24 @@ def _block_at(step, span):
 
 @gluon.jit
 def _load_values(v_desc, v_smem, v_ready, at, number, C: gl.constexpr):
-    THREADS: gl.constexpr = 128 * C.value.consumers + 128
-    slot = number % C.value.stages
-    if number >= C.value.stages:
-        sync_at(slot, V_FREE, THREADS)
+    slot = number % C.value.v_stages
+    if number >= C.value.v_stages:
+        sync_at(C.value.v_free + slot, C.value.threads)
     mbarrier.expect(v_ready.index(slot), C.value.block_k * C.value.v_width * 2)
     tma_load(v_desc, [at[0], at[1], at[2], 0], v_ready.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _load_queries(descs, smem, q_ready, round, batch, head, row, C: gl.constexpr):
+    CONSUMERS: gl.constexpr = C.value.consumers
+    for wg in gl.static_range(CONSUMERS):
+        slot = wg * C.value.q_stages + round % C.value.q_stages
+        if round >= C.value.q_stages:
+            sync_at(C.value.q_free + slot, 256)
+        mbarrier.expect(q_ready.index(slot), 64 * (C.value.width + C.value.extra) * 2)
+        tma_load(descs[0], [batch, head, row + 64 * wg, 0], q_ready.index(slot), smem[0].index(slot))
+        if C.value.extra:
+            tma_load(descs[1], [batch, head, row + 64 * wg, C.value.width], q_ready.index(slot), smem[1].index(slot))
 
 
 @gluon.jit
@@ -122,8 +137,6 @@ def _producer(descs, smem, bars, table, tile, sizes, C: gl.constexpr):
     q_desc, q_extra, k_desc, k_extra, v_desc = descs
     q_smem, q_smem_extra, k_smem, k_smem_extra, v_smem = smem
     q_ready, k_ready, v_ready = bars
-    THREADS: gl.constexpr = 128 * C.value.consumers + 128
-    CONSUMERS: gl.constexpr = C.value.consumers
     number = 0  # of the block of keys, over all items
     at = (0, 0, 0)
     for round in range(_rounds(sizes)):
@@ -133,10 +146,10 @@ def _producer(descs, smem, bars, table, tile, sizes, C: gl.constexpr):
             here = _tile(entry, table, tile, sizes[2], C)
             span = _key_blocks(row, here, C)
             for step in range(span[1]):
-                slot = number % C.value.stages
+                slot = number % C.value.k_stages
                 key = here[2] + span[0] + _block_at(step, span) * C.value.block_k
-                if number >= C.value.stages:
-                    sync_at(slot, K_FREE, THREADS)
+                if number >= C.value.k_stages:
+                    sync_at(C.value.k_free + slot, C.value.threads)
                 mbarrier.expect(k_ready.index(slot), C.value.block_k * (C.value.width + C.value.extra) * 2)
                 tma_load(k_desc, [batch, kv_head, key, 0], k_ready.index(slot), k_smem.index(slot))
                 if C.value.extra:
@@ -144,61 +157,77 @@ def _producer(descs, smem, bars, table, tile, sizes, C: gl.constexpr):
                 if number > 0:
                     _load_values(v_desc, v_smem, v_ready, at, number - 1, C)
                 if (step == 0) & (entry == entry_begin):
-                    for wg in gl.static_range(CONSUMERS):
-                        if round > 0:
-                            sync_at(wg, Q_FREE, 256)
-                        mbarrier.expect(q_ready.index(wg), 64 * (C.value.width + C.value.extra) * 2)
-                        tma_load(q_desc, [batch, head, row + 64 * wg, 0], q_ready.index(wg), q_smem.index(wg))
-                        if C.value.extra:
-                            tma_load(q_extra, [batch, head, row + 64 * wg, C.value.width], q_ready.index(wg), q_smem_extra.index(wg))
+                    _load_queries(descs, smem, q_ready, round, batch, head, row, C)
                 at = (batch, kv_head, key)
                 number += 1
     _load_values(v_desc, v_smem, v_ready, at, number - 1, C)
 
 
 @gluon.jit
-def _partial_sum(x, C: gl.constexpr):
-    """Sums of the elements of a row that one thread holds, (64, 4), or all of them, (64,)."""
-    if C.value.partial:
-        return gl.sum(gl.sum(x.reshape([64, C.value.block_k // 8, 4, 2]), 3), 1)
-    else:
-        return gl.sum(x, 1)
+def _partial_sum(x):
+    """Sums of what each thread holds of a row, (64, 4), in a tree: short chains of additions, no shuffles."""
+    x = gl.sum(x.reshape([64, x.shape[1] // 8, 4, 2]), 3)
+    x = gl.sum(x.reshape([64, x.shape[1] // 4, 4, 4]), 2)
+    return gl.sum(x, 1)
 
 
 @gluon.jit
-def _row_max(x, C: gl.constexpr):
-    if C.value.partial:
-        most = gl.max(gl.max(gl.max(x.reshape([64, C.value.block_k // 8, 4, 2]), 3), 1), 1)
-        return gl.convert_layout(most, gl.SliceLayout(1, x.type.layout))
-    else:
-        return gl.max(x, 1)
+def _row_max(x):
+    """Largest element of each row of (64, BLOCK_K / 8, 4, 2), in a tree."""
+    most = gl.max(x, 3)
+    if most.shape[1] == 16:
+        most = gl.max(most.reshape([64, 8, 2, 4]), 2)
+    most = gl.max(most.reshape([64, 4, 2, 4]), 2)
+    most = gl.max(most.reshape([64, 2, 2, 4]), 2)
+    return gl.max(gl.max(most, 1), 1)
 
 
 @gluon.jit
-def _softmax(scores, peak, limits, b0, factors, MASKED: gl.constexpr, C: gl.constexpr):
-    """Weights of a block of scores: (weights, new peak, decay of what came before)."""
+def _hide(x, limits, b0):
+    """Scores (64, BLOCK_K / 8, 4, 2) of keys from b0 on, -inf where a row does not see the key."""
+    layout: gl.constexpr = x.type.layout
+    by_four: gl.constexpr = gl.SliceLayout(3, layout)
+    by_eight: gl.constexpr = gl.SliceLayout(2, by_four)
+    least, count = limits
+    rows: gl.constexpr = gl.SliceLayout(1, by_eight)
+    eights = gl.arange(0, x.shape[1], gl.SliceLayout(0, by_eight)) * 8
+    twos = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, by_four))) * 2
+    ones = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, layout))))
+    offset = gl.convert_layout(b0 - least, rows)[:, None][:, :, None] + twos[None, :][None, :, :]
+    distance = offset[:, :, :, None] + (eights[None, :][:, :, None][:, :, :, None] + ones[None, :][None, :, :][None, :, :, :])
+    return keep_below(x, distance, gl.convert_layout(count, rows)[:, None][:, :, None][:, :, :, None])
+
+
+@gluon.jit
+def _peaks(scores, peak, limits, b0, factors, MASKED: gl.constexpr, C: gl.constexpr):
+    """(scores, new peak, its place in the exponent, decay of what came before) of a block of raw scores."""
+    layout: gl.constexpr = scores.type.layout
     if C.value.softcap:
         scores = 1.0 - 2.0 / (exp2(scores * factors[0]) + 1.0)
+    fours = scores.reshape([64, C.value.block_k // 8, 4, 2])
     if MASKED:
-        least, count = limits
-        b = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        scores = keep_below(scores, b[None, :] - (least - b0)[:, None], count[:, None])
-    new_peak = gl.maximum(peak, _row_max(scores, C))
+        fours = _hide(fours, limits, b0)
+        scores = gl.convert_layout(fours.reshape([64, C.value.block_k]), layout)
+    new_peak = gl.maximum(peak, gl.convert_layout(_row_max(fours), gl.SliceLayout(1, layout)))
     shift = new_peak
     if MASKED:
         shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)
     scaled = shift * factors[1]
+    return scores, new_peak, scaled, exp2(peak * factors[1] - scaled)
+
+
+@gluon.jit
+def _weights(scores, scaled, factors, MASKED: gl.constexpr, C: gl.constexpr):
     x = scores * factors[1] - scaled[:, None]
     if C.value.on_fma > 0 and not MASKED:
-        weights = exp2_partly_on_fma(x, C.value.on_fma, C.value.of)
+        return exp2_partly_on_fma(x, C.value.on_fma, C.value.of)
     else:
-        weights = exp2(x)
-    return weights, new_peak, exp2(peak * factors[1] - scaled)
+        return exp2(x)
 
 
 @gluon.jit
 def _carried(weights, dtype: gl.constexpr, C: gl.constexpr):
-    if C.value.carry == 1:
+    if C.value.packed:
         return pack_pairs(weights, dtype == gl.bfloat16)
     else:
         return weights
@@ -207,7 +236,7 @@ def _carried(weights, dtype: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _operand(p, dtype: gl.constexpr, C: gl.constexpr):
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.value.v_width, 16])
-    if C.value.carry == 1:
+    if C.value.packed:
         p = unpack_pairs(p, dtype == gl.bfloat16)
     else:
         p = p.to(dtype)
@@ -215,106 +244,121 @@ def _operand(p, dtype: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, q_extra, k_smem, k_smem_extra, slot, C: gl.constexpr):
-    """Issue the product of q and a block of keys."""
+def _issue_scores(q, k, slots, C: gl.constexpr):
+    """Issue the product of a slot of q and one of k."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.value.block_k, 16])
     zero = gl.full([64, C.value.block_k], 0.0, gl.float32, s_layout)
-    k = k_smem.index(slot).reshape([C.value.block_k, C.value.width]).permute([1, 0])
-    scores = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    rows = q[0].index(slots[0]).reshape([64, C.value.width])
+    keys = k[0].index(slots[1]).reshape([C.value.block_k, C.value.width]).permute([1, 0])
+    scores = warpgroup_mma(rows, keys, zero, use_acc=False, is_async=True)
     if C.value.extra:
-        k = k_smem_extra.index(slot).reshape([C.value.block_k, C.value.extra]).permute([1, 0])
-        scores = warpgroup_mma(q_extra, k, scores, is_async=True)
+        rows = q[1].index(slots[0]).reshape([64, C.value.extra])
+        keys = k[1].index(slots[1]).reshape([C.value.block_k, C.value.extra]).permute([1, 0])
+        scores = warpgroup_mma(rows, keys, scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _grown(total, decay, weights, C: gl.constexpr):
-    """The sum of weights after a block."""
-    new = _partial_sum(weights, C)
-    if C.value.partial:
-        return total * gl.convert_layout(decay, gl.SliceLayout(1, new.type.layout))[:, None] + new
-    else:
-        return total * decay + new
-
-
-@gluon.jit
-def _open(q, smem, bars, number, last, limits, b0, factors, WG: gl.constexpr, C: gl.constexpr):
-    """The first block of a program: scores alone."""
-    q_smem, q_smem_extra, k_smem, k_smem_extra, v_smem = smem
-    q_ready, k_ready, v_ready = bars
-    THREADS: gl.constexpr = 128 * C.value.consumers + 128
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.value.block_k, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.value.v_width, 16])
-    slot = number % C.value.stages
-    mbarrier.wait(k_ready.index(slot), number // C.value.stages & 1)
-    scores = _scores(q[0], q[1], k_smem, k_smem_extra, slot, C)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    peak = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, s_layout))
-    weights, peak, decay = _softmax(scores, peak, limits, b0, factors, True, C)
-    total = _partial_sum(weights, C)
-    arrive_after(total, slot, last, WG, K_FREE, Q_FREE, THREADS)
-    acc = gl.full([64, C.value.v_width], 0.0, gl.float32, o_layout)
-    return acc, _carried(weights, q_smem.dtype, C), peak, total
-
-
-@gluon.jit
 def _step(
-    state, q, smem, bars, number, last, limits, b0, factors, WG: gl.constexpr, MASKED: gl.constexpr,
+    state, smem, bars, number, round, last, more, limits, b0, factors, WG: gl.constexpr, MASKED: gl.constexpr,
     FRESH: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Scores of one block beside the weighted sum of the block before it.
+    """Weights of one block beside the weighted sum of the block before it and scores of this one, or of the next.
 
-    With FRESH the block is the first of an item: the state's peak and total begin anew, and acc, then complete, is
-    that of the item before.
+    With FRESH the block is the first of an item: peak and total begin anew, and acc, then complete, is that of the
+    item before. The first block of all multiplies weights of zero by values not yet there; nobody uses the result.
     """
-    acc, p, peak, total = state
+    acc, p, ready, peak, total, held = state
     q_smem, q_smem_extra, k_smem, k_smem_extra, v_smem = smem
     q_ready, k_ready, v_ready = bars
-    THREADS: gl.constexpr = 128 * C.value.consumers + 128
-    STAGES: gl.constexpr = C.value.stages
-    slot = number % STAGES
-    v_slot = (number - 1) % STAGES
-    mbarrier.wait(k_ready.index(slot), number // STAGES & 1)
+    v_number = number + C.value.v_stages - 1  # one less, and not negative
+    v_slot = v_number % C.value.v_stages
+    q_slot = WG * C.value.q_stages + round % C.value.q_stages
+    if C.value.ahead:
+        k_number, q_round = number + 1, gl.where(last, round + 1, round)
+        wanted = more | (last == 0)
+        k_slot = k_number % C.value.k_stages
+        next_slot = WG * 2 + q_round % 2
+        mbarrier.wait(q_ready.index(next_slot), q_round // 2 & 1, pred=wanted & last)
+        mbarrier.wait(k_ready.index(k_slot), k_number // C.value.k_stages & 1, pred=wanted)
+    else:
+        k_slot = number % C.value.k_stages
+        next_slot = q_slot
+        if FRESH:
+            mbarrier.wait(q_ready.index(q_slot), round & 1)
+        mbarrier.wait(k_ready.index(k_slot), number // C.value.k_stages & 1)
     if C.value.turns:
-        sync_at(WG, TURN, 256)
-    scores = _scores(q[0], q[1], k_smem, k_smem_extra, slot, C)
+        sync_at(C.value.turn + WG, 256)
+    scores = _issue_scores((q_smem, q_smem_extra), (k_smem, k_smem_extra), (next_slot, k_slot), C)
+    if FRESH:
+        mbarrier.wait(v_ready.index(v_slot), v_number // C.value.v_stages & 1 ^ 1, pred=number > 0)
+    else:
+        mbarrier.wait(v_ready.index(v_slot), v_number // C.value.v_stages & 1 ^ 1)
+    # The sum of the weights of the block before is taken here, where the tensor cores are busy with the scores.
+    if C.value.packed:
+        held = total
+    else:
+        held = total + _partial_sum(p)
     operand = _operand(p, q_smem.dtype, C)
-    mbarrier.wait(v_ready.index(v_slot), (number - 1) // STAGES & 1)
-    acc = warpgroup_mma(operand, v_smem.index(v_slot).reshape([C.value.block_k, C.value.v_width]), acc, is_async=True)
+    v = v_smem.index(v_slot).reshape([C.value.block_k, C.value.v_width])
+    acc = warpgroup_mma(operand, v, acc, is_async=True)
     if C.value.turns:
-        arrive_at((WG + 1) % C.value.consumers, TURN, 256)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+        arrive_at(C.value.turn + (WG + 1) % C.value.consumers, 256)
+    slot = number % C.value.k_stages
+    if not C.value.ahead:
+        ready = warpgroup_mma_wait(1, deps=[scores])
+        if C.value.order == 1:
+            arrive_at(C.value.k_free + slot, C.value.threads)
+            arrive_if(last, C.value.q_free + q_slot, 256)
     if FRESH:
         peak = gl.full([64], -float("inf"), gl.float32, peak.type.layout)
-    weights, peak, decay = _softmax(scores, peak, limits, b0, factors, MASKED, C)
-    if FRESH:
-        total = _partial_sum(weights, C)
-    else:
-        total = _grown(total, decay, weights, C)
+    ready, peak, scaled, decay = _peaks(ready, peak, limits, b0, factors, MASKED, C)
     if C.value.order == 3:
-        arrive_after(total, slot, last, WG, K_FREE, Q_FREE, THREADS)
+        weights = _weights(ready, scaled, factors, MASKED, C)
+    decay_of: gl.constexpr = gl.SliceLayout(1, held.type.layout)
+    if FRESH:
+        total = gl.full(held.shape, 0.0, gl.float32, held.type.layout)
     else:
-        arrive_also(slot, last, WG, K_FREE, Q_FREE, THREADS)
-    p = _carried(weights, q_smem.dtype, C)
-    acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-    arrive_at(v_slot, V_FREE, THREADS)
-    if not FRESH:
+        total = held * gl.convert_layout(decay, decay_of)[:, None]
+    if C.value.order == 3:
+        if C.value.packed:
+            total += _partial_sum(weights)
+        arrive_after(total, C.value.k_free + slot, C.value.threads, last, C.value.q_free + q_slot)
+    if C.value.ahead:
+        acc, operand, next_ready = warpgroup_mma_wait(0, deps=[acc, operand, scores])
+    else:
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+    if FRESH:
+        arrive_if(number > 0, C.value.v_free + v_slot, C.value.threads)
+    else:
+        arrive_at(C.value.v_free + v_slot, C.value.threads)
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, p, peak, total
+    if C.value.order == 1:
+        if C.value.ahead:
+            arrive_at(C.value.k_free + slot, C.value.threads)
+            arrive_if(last, C.value.q_free + q_slot, 256)
+        weights = _weights(ready, scaled, factors, MASKED, C)
+        if C.value.packed:
+            total += _partial_sum(weights)
+    p = _carried(weights, q_smem.dtype, C)
+    if C.value.ahead:
+        ready = next_ready
+    return acc, p, ready, peak, total, held
 
 
 @gluon.jit
-def _close(acc, p, smem, bars, number, C: gl.constexpr):
+def _close(state, v_smem, v_ready, number, C: gl.constexpr):
     """The weighted sum of the last block of a program."""
-    v_smem = smem[4]
-    v_ready = bars[2]
-    slot = number % C.value.stages
-    operand = _operand(p, v_smem.dtype, C)
-    mbarrier.wait(v_ready.index(slot), number // C.value.stages & 1)
+    slot = number % C.value.v_stages
+    operand = _operand(state[1], v_smem.dtype, C)
+    mbarrier.wait(v_ready.index(slot), number // C.value.v_stages & 1)
     v = v_smem.index(slot).reshape([C.value.block_k, C.value.v_width])
-    acc = warpgroup_mma(operand, v, acc, is_async=True)
+    acc = warpgroup_mma(operand, v, state[0], is_async=True)
     acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-    return acc
+    if C.value.packed:
+        return acc, state[4]
+    else:
+        return acc, state[4] + _partial_sum(state[1])
 
 
 @gluon.jit
@@ -335,28 +379,31 @@ def _consumer(
     smem, bars, out, lse, table, tile, sizes, rows, factors, out_strides, lse_strides, WG: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
+    """Attend 64 rows of each item; see the module."""
     q_smem, q_smem_extra, k_smem, k_smem_extra, v_smem = smem
     q_ready, k_ready, v_ready = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.value.block_k, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.value.v_width, 16])
     if C.value.turns and WG == C.value.consumers - 1:
-        arrive_at(0, TURN, 256)
-    q = q_smem.index(WG).reshape([64, C.value.width])
-    if C.value.extra:
-        q_extra = q_smem_extra.index(WG).reshape([64, C.value.extra])
-    else:
-        q_extra = q
+        arrive_at(C.value.turn, 256)
     rounds = _rounds(sizes)
     number = 0
-    zeros = gl.full([64, C.value.block_k], 0.0, gl.float32, s_layout)
+    ready = gl.full([64, C.value.block_k], 0.0, gl.float32, s_layout)
     acc = gl.full([64, C.value.v_width], 0.0, gl.float32, o_layout)
     peak = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, s_layout))
-    state = (acc, _carried(zeros, q_smem.dtype, C), peak, _partial_sum(zeros, C))
+    state = (acc, _carried(ready, q_smem.dtype, C), ready, peak, _partial_sum(ready), _partial_sum(ready))
+    if C.value.ahead:
+        mbarrier.wait(q_ready.index(WG * 2), 0)
+        mbarrier.wait(k_ready.index(0), 0)
+        scores = _issue_scores((q_smem, q_smem_extra), (k_smem, k_smem_extra), (WG * 2, 0), C)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        state = (state[0], state[1], scores, state[3], state[4], state[5])
     at = (0, 0, 0)  # batch, head, first row of the item that the state holds
     for round in range(rounds):
         batch, head, kv_head, block = _item(round, sizes)
         row, entry_begin, entry_end = _entries(block, table, tile, C)
         row0 = row + 64 * WG
+        more = round < rounds - 1
         for entry in range(entry_begin, entry_end):
             here = _tile(entry, table, tile, sizes[2], C)
             span = _key_blocks(row, here, C)
@@ -364,33 +411,38 @@ def _consumer(
             limits = _limits(row0, here, span, C)
             masked = gl.maximum(count - full, 1)
             b0 = _block_at(0, span) * C.value.block_k
-            is_last = entry == entry_end - 1
-            last = is_last & (count == 1)
-            if entry == entry_begin:
-                mbarrier.wait(q_ready.index(WG), round & 1)
-                if round == 0:
-                    state = _open((q, q_extra), smem, bars, number, last, limits, b0, factors, WG, C)
-                else:
-                    held_peak, held_total = state[2], state[3]
-                    state = _step(state, (q, q_extra), smem, bars, number, last, limits, b0, factors, WG, True, True, C)
-                    _write(state[0], held_peak, held_total, out, lse, at, rows, factors[2], out_strides, lse_strides, C)
-                    acc = gl.full([64, C.value.v_width], 0.0, gl.float32, o_layout)
-                    state = (acc, state[1], state[2], state[3])
+            end = number + count - 1
+            if C.value.single:
+                stop = end
             else:
-                state = _step(state, (q, q_extra), smem, bars, number, last, limits, b0, factors, WG, True, False, C)
+                stop = gl.where(entry == entry_end - 1, end, -1)
+            if entry == entry_begin:
+                held_peak = state[3]
+                state = _step(state, smem, bars, number, round, number == stop, more, limits, b0, factors, WG, True, True, C)
+                if round > 0:
+                    _write(state[0], held_peak, state[5], out, lse, at, rows, factors[2], out_strides, lse_strides, C)
+                acc = gl.full([64, C.value.v_width], 0.0, gl.float32, o_layout)
+                state = (acc, state[1], state[2], state[3], state[4], state[5])
+            else:
+                state = _step(state, smem, bars, number, round, number == stop, more, limits, b0, factors, WG, True, False, C)
             at = (batch, head, row0)
-            for step in range(1, masked):
-                b0 = _block_at(step, span) * C.value.block_k
-                last = is_last & (step == count - 1)
-                state = _step(state, (q, q_extra), smem, bars, number + step, last, limits, b0, factors, WG, True, False, C)
-            for step in range(masked, count):
-                last = is_last & (step == count - 1)
-                state = _step(state, (q, q_extra), smem, bars, number + step, last, limits, 0, factors, WG, False, False, C)
+            for index in range(number + 1, number + masked):
+                b0 = _block_at(index - number, span) * C.value.block_k
+                state = _step(state, smem, bars, index, round, index == stop, more, limits, b0, factors, WG, True, False, C)
+            if C.value.unroll:
+                for index in range(number + masked, number + count - 1, 2):
+                    state = _step(state, smem, bars, index, round, False, more, limits, 0, factors, WG, False, False, C)
+                    state = _step(state, smem, bars, index + 1, round, index + 1 == stop, more, limits, 0, factors, WG, False, False, C)
+                if (count - masked) % 2 == 1:
+                    state = _step(state, smem, bars, number + count - 1, round, number + count - 1 == stop, more, limits, 0, factors, WG, False, False, C)
+            else:
+                for index in range(number + masked, number + count):
+                    state = _step(state, smem, bars, index, round, index == stop, more, limits, 0, factors, WG, False, False, C)
             number += count
-    acc = _close(state[0], state[1], smem, bars, number - 1, C)
-    _write(acc, state[2], state[3], out, lse, at, rows, factors[2], out_strides, lse_strides, C)
+    acc, total = _close(state, v_smem, v_ready, number - 1, C)
+    _write(acc, state[3], total, out, lse, at, rows, factors[2], out_strides, lse_strides, C)
     if C.value.turns and WG == 0:
-        sync_at(0, TURN, 256)
+        sync_at(C.value.turn, 256)
 
 
 @gluon.jit
@@ -398,8 +450,7 @@ def _write(acc, peak, total, out, lse, at, rows, scale, out_strides, lse_strides
     """Normalise 64 rows and write them, or merge them into the running state."""
     layout: gl.constexpr = acc.type.layout
     batch, head, row = at
-    if C.value.partial:
-        total = gl.sum(total, 1)
+    total = gl.sum(total, 1)
     peak = gl.convert_layout(peak, gl.SliceLayout(1, layout))
     total = gl.convert_layout(total, gl.SliceLayout(1, layout))
     local = gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -434,33 +485,48 @@ def _write(acc, peak, total, out, lse, at, rows, scale, out_strides, lse_strides
     gl.store(lse_at, row_lse, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["tile", "sizes", "rows"])
+SCALARS = [
+    "q_begin", "q_end", "k_begin", "k_end", "lo", "hi", "items", "rounds", "blocks", "falling", "backwards", "heads",
+    "groups", "all_heads", "rows", "lse_batch", "lse_head", "lse_row",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SCALARS)
 def _attention_fwd_kernel(
-    q, q_extra, k, k_extra, v, out, lse, table, tile, sizes, rows, factors, out_strides, lse_strides, C: gl.constexpr
-):
-    WGS: gl.constexpr = C.value.consumers
-    STAGES: gl.constexpr = C.value.stages
-    q_smem = gl.allocate_shared_memory(q.dtype, [WGS, 1, 1, 64, C.value.width], q.layout)
-    k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C.value.block_k, C.value.width], k.layout)
-    v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C.value.block_k, C.value.v_width], v.layout)
+    q, q_extra, k, k_extra, v, out, lse, table, q_begin, q_end, k_begin, k_end, lo, hi, items, rounds, blocks,
+    falling, backwards, heads, groups, all_heads, rows, bend, exp_scale, scale, out_batch, out_head, out_row, lse_batch,
+    lse_head, lse_row, C: gl.constexpr,
+):  # fmt: skip
+    tile = (q_begin, q_end, k_begin, k_end, lo, hi)
+    sizes = (items, rounds, blocks, falling, backwards, heads, groups, all_heads)
+    factors = (bend, exp_scale, scale)
+    out_strides = (out_batch, out_head, out_row)
+    lse_strides = (lse_batch, lse_head, lse_row)
+    QS: gl.constexpr = C.value.consumers * C.value.q_stages
+    KS: gl.constexpr = C.value.k_stages
+    VS: gl.constexpr = C.value.v_stages
+    q_smem = gl.allocate_shared_memory(q.dtype, [QS, 1, 1, 64, C.value.width], q.layout)
+    k_smem = gl.allocate_shared_memory(k.dtype, [KS, 1, 1, C.value.block_k, C.value.width], k.layout)
+    v_smem = gl.allocate_shared_memory(v.dtype, [VS, 1, 1, C.value.block_k, C.value.v_width], v.layout)
     if C.value.extra:
-        q_smem_extra = gl.allocate_shared_memory(q.dtype, [WGS, 1, 1, 64, C.value.extra], q_extra.layout)
-        k_smem_extra = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C.value.block_k, C.value.extra], k_extra.layout)
+        q_smem_extra = gl.allocate_shared_memory(q.dtype, [QS, 1, 1, 64, C.value.extra], q_extra.layout)
+        k_smem_extra = gl.allocate_shared_memory(k.dtype, [KS, 1, 1, C.value.block_k, C.value.extra], k_extra.layout)
     else:
         q_smem_extra = q_smem
         k_smem_extra = k_smem
-    q_ready = gl.allocate_shared_memory(gl.int64, [WGS, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for wg in gl.static_range(WGS):
-        mbarrier.init(q_ready.index(wg), count=1)
-    for slot in gl.static_range(STAGES):
+    q_ready = gl.allocate_shared_memory(gl.int64, [QS, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [KS, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [VS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(QS):
+        mbarrier.init(q_ready.index(slot), count=1)
+    for slot in gl.static_range(KS):
         mbarrier.init(k_ready.index(slot), count=1)
+    for slot in gl.static_range(VS):
         mbarrier.init(v_ready.index(slot), count=1)
     descs = (q, q_extra, k, k_extra, v)
     smem = (q_smem, q_smem_extra, k_smem, k_smem_extra, v_smem)
     bars = (q_ready, k_ready, v_ready)
-    if WGS == 2:
+    if C.value.consumers == 2:
         gl.warp_specialize(
             [
                 (_producer, (descs, smem, bars, table, tile, sizes, C)),
@@ -483,8 +549,40 @@ def _attention_fwd_kernel(
         )
 
 
+def refusal(problem, tiles, q, k, v, out):
+    """Why this tier leaves a call to the portable kernel, or None."""
+    if not 64 <= 128 * q.shape[2]:
+        return "no"
+    return None
+
+
+def forward(problem, tiles, q, k, v, out, lse, config=None, programs=None):
+    ints = int_tiles(tiles)
+    first = problem.first
+    if first and not _covers(ints, q.shape[2]):
+        out.zero_()
+        lse.fill_(-torch.inf)
+        first = False
+    if not ints:
+        return
+    if config is None:
+        config = choose(q.shape[3], v.shape[3])
+    if programs is None:
+        programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    forward_launch(ints, q, k, v, out, lse, problem.scale, problem.softcap, first=first, config=config, programs=programs)()
+
+
+@lru_cache(maxsize=4096)
+def int_tiles(tiles):
+    return clamp([(t.q_begin, t.q_end, t.k_begin, t.k_end, *((t.band.lo, t.band.hi) if t.band else (None, None))) for t in tiles])
+
+
+def _covers(tiles, rows):
+    """Whether a lone tile holds every row, so that the kernel writes each of them."""
+    return len(tiles) == 1 and tiles[0][0] == 0 and tiles[0][1] == rows
+
+
 def forward_launch(tiles, q, k, v, out, lse, scale, softcap, *, first, config, programs=None):
-    from ringattn.kernels.tiles import cut_rows
     batch, heads, count, dim = q.shape
     v_dim, groups = v.shape[3], heads // k.shape[1]
     rows = cut_rows(tiles, "q", config.block_q, count, first, q.device)
@@ -494,6 +592,8 @@ def forward_launch(tiles, q, k, v, out, lse, scale, softcap, *, first, config, p
         programs = items
     programs = min(programs, items)
     factors = score_factors(scale, softcap)
+    # A table is in the order of falling work already; a lone tile's first and last rows tell.
+    falling = int(rows.table is not None or rows.backwards or _falls(rows.tile))
     q_desc, k_desc = _descriptor(q, 64, config.width), _descriptor(k, config.block_k, config.width)
     q_extra, k_extra = q_desc, k_desc
     if config.extra:
@@ -503,13 +603,23 @@ def forward_launch(tiles, q, k, v, out, lse, scale, softcap, *, first, config, p
         (programs,),
         dict(
             q=q_desc, q_extra=q_extra, k=k_desc, k_extra=k_extra, v=_descriptor(v, config.block_k, config.v_width),
-            out=out, lse=lse, table=lse if rows.table is None else rows.table, tile=rows.tile,
-            sizes=(items, -(-items // programs), rows.blocks, int(rows.backwards), heads, groups, batch * heads),
-            rows=rows.end, factors=(factors["bend"] * 2.8853900817779268, factors["exp_scale"], factors["scale"]),
-            out_strides=out.stride()[:3], lse_strides=lse.stride(), C=config,
+            out=out, lse=lse, table=lse if rows.table is None else rows.table,
+            **dict(zip(("q_begin", "q_end", "k_begin", "k_end", "lo", "hi"), rows.tile)), items=items,
+            rounds=-(-items // programs), blocks=rows.blocks, falling=falling, backwards=int(rows.backwards), heads=heads, groups=groups,
+            all_heads=batch * heads, rows=rows.end, bend=factors["bend"] * 2.8853900817779268,
+            exp_scale=factors["exp_scale"], scale=factors["scale"],
+            **dict(zip(("out_batch", "out_head", "out_row"), out.stride())),
+            **dict(zip(("lse_batch", "lse_head", "lse_row"), lse.stride())), C=config,
         ),
         dict(num_warps=4, enable_fp_fusion=True),
     )
+
+
+def _falls(tile):
+    """Whether the first rows of a tile meet more keys than its last."""
+    q_begin, q_end, k_begin, k_end, lo, hi = tile
+    keys, last = k_end - k_begin, q_end - q_begin - 1
+    return min(keys, 1 - lo) - max(0, -hi) > min(keys, last + 1 - lo) - max(0, last - hi)
 
 
 def _descriptor(x, rows, width):

@@ -62,60 +62,64 @@ def exp2_partly_on_fma(x, ON_FMA: gl.constexpr, OF: gl.constexpr):
 
 
 @constexpr_function
-def _at_asm(verb, first, threads):
-    return "{.reg .b32 id; add.u32 id, $1, %d; bar.%s id, %d; mov.b32 $0, id;}" % (first, verb, threads)
+def _barrier_asm(verb, threads):
+    return "bar.%s $1, %d; mov.b32 $0, $1;" % (verb, threads)
+
+
+@gluon.jit
+def sync_at(barrier, THREADS: gl.constexpr):
+    """Wait until THREADS threads have come to a named barrier; for a partition of four warps."""
+    ASM: gl.constexpr = _barrier_asm("sync", THREADS)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], barrier, gl.int32, layout)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def arrive_at(barrier, THREADS: gl.constexpr):
+    """Count the caller's 128 threads at a named barrier of THREADS threads, without waiting."""
+    ASM: gl.constexpr = _barrier_asm("arrive", THREADS)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], barrier, gl.int32, layout)], gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function
-def _after_asm(first, threads, also):
-    return (
-        "{.reg .pred never, last; .reg .b32 id; .reg .f32 x; add.u32 id, $4, %d; add.f32 x, $2, $3;"
-        "setp.lt.f32 never, x, 0f00000000; selp.b32 id, 15, id, never; bar.arrive id, %d;"
-        "setp.ne.b32 last, $6, 0; @last bar.arrive %d, 256; mov.b32 $0, id; mov.b32 $1, id;}" % (first, threads, also)
-    )
+def _if_asm(threads):
+    return "{.reg .pred now; setp.ne.b32 now, $1, 0; @now bar.arrive $2, %d; mov.b32 $0, $2;}" % threads
+
+
+@gluon.jit
+def arrive_if(condition, barrier, THREADS: gl.constexpr):
+    """`arrive_at`, if the condition holds."""
+    ASM: gl.constexpr = _if_asm(THREADS)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    conditions = gl.full([128], gl.to_tensor(condition).to(gl.int32), gl.int32, layout)
+    barriers = gl.full([128], barrier, gl.int32, layout)
+    gl.inline_asm_elementwise(ASM, "=r,r,r", [conditions, barriers], gl.int32, is_pure=False, pack=1)
 
 
 @constexpr_function
-def _also_asm(first, threads, also):
+def _after_asm(threads):
     return (
-        "{.reg .pred last; .reg .b32 id; add.u32 id, $1, %d; bar.arrive id, %d;"
-        "setp.ne.b32 last, $2, 0; @last bar.arrive %d, 256; mov.b32 $0, id;}" % (first, threads, also)
+        "{.reg .pred never, last; .reg .b32 id; .reg .f32 x; add.f32 x, $2, $3; setp.lt.f32 never, x, 0f00000000;"
+        "selp.b32 id, 15, $4, never; bar.arrive id, %d; setp.ne.b32 last, $6, 0; @last bar.arrive $8, 256;"
+        "mov.b32 $0, id; mov.b32 $1, id;}" % threads
     )
 
 
 @gluon.jit
-def arrive_after(x, slot, last, WG: gl.constexpr, FIRST: gl.constexpr, ALSO: gl.constexpr, THREADS: gl.constexpr):
-    """Arrive at barrier FIRST + slot, and if `last` at ALSO + WG, once x is computed.
+def arrive_after(x, barrier, THREADS: gl.constexpr, last, last_barrier):
+    """Arrive at a barrier, and if `last` at another of 256 threads, once x is computed.
 
-    x holds two numbers a thread, of which none is negative.
+    x holds two numbers a thread, of which none is negative: the barrier's number depends on them in a way that the
+    assembler cannot see through, so nothing that they need can move behind it.
     """
-    ASM: gl.constexpr = _after_asm(FIRST, THREADS, ALSO + WG)
-    slots = gl.full(x.shape, slot, gl.int32, x.type.layout)
-    lasts = gl.full(x.shape, last.to(gl.int32), gl.int32, x.type.layout)
-    gl.inline_asm_elementwise(ASM, "=r,=r,f,f,r,r,r,r", [x, slots, lasts], gl.int32, is_pure=False, pack=2)
-
-
-@gluon.jit
-def arrive_also(slot, last, WG: gl.constexpr, FIRST: gl.constexpr, ALSO: gl.constexpr, THREADS: gl.constexpr):
-    ASM: gl.constexpr = _also_asm(FIRST, THREADS, ALSO + WG)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    slots = gl.full([128], slot, gl.int32, layout)
-    lasts = gl.full([128], last.to(gl.int32), gl.int32, layout)
-    gl.inline_asm_elementwise(ASM, "=r,r,r", [slots, lasts], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def sync_at(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
-    ASM: gl.constexpr = _at_asm("sync", FIRST, THREADS)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], slot, gl.int32, layout)], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def arrive_at(slot, FIRST: gl.constexpr, THREADS: gl.constexpr):
-    ASM: gl.constexpr = _at_asm("arrive", FIRST, THREADS)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], slot, gl.int32, layout)], gl.int32, is_pure=False, pack=1)
+    ASM: gl.constexpr = _after_asm(THREADS)
+    barriers = gl.full(x.shape, barrier, gl.int32, x.type.layout)
+    lasts = gl.full(x.shape, gl.to_tensor(last).to(gl.int32), gl.int32, x.type.layout)
+    last_barriers = gl.full(x.shape, last_barrier, gl.int32, x.type.layout)
+    gl.inline_asm_elementwise(
+        ASM, "=r,=r,f,f,r,r,r,r,r,r", [x, barriers, lasts, last_barriers], gl.int32, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
