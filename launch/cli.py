@@ -7,6 +7,7 @@ from importlib import import_module
 COMMANDS = {
     "verify": "many ranks give what one rank gives, forward and backward",
     "plan": "a picture of who computes what at which step",
+    "doctor": "what is here, which backend and transport would answer, what does not work",
 }
 """Every command and what it shows; the module of that name holds `main(argv) -> exit code`."""
 
@@ -33,3 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _usage() -> str:
     commands = "\n".join(f"  {name:8} {shows}" for name, shows in COMMANDS.items())
     return f"usage: ringattn COMMAND [options]\n\n{commands}\n\nringattn COMMAND --help lists the options of a command."
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -39,12 +39,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     Console().print(table)
 
 
-def plain_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines of aligned columns, the first to the left and the others to the right."""
+def plain_lines(rows: Sequence[Sequence[str]], numbers: bool = True) -> list[str]:
+    """Rows of cells as lines of aligned columns: the first to the left and, where they are numbers, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
+            cell.rjust(width) if index and numbers else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
