@@ -6,13 +6,16 @@ Plain ints from the very plan and schedule that a run would use; no process is s
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ringattn import Band
 from ringattn.launch.options import DTYPES, add_sequence_options, make_parser
+from ringattn.launch.packs import describe_packs, read_documents
 from ringattn.launch.table import plain_lines
 from ringattn.layout import Shard, Span, layout_name, make_shards, shard_sizes
 from ringattn.mask import OPEN
 from ringattn.plan import Plan, Tile, Tiles, make_plan
+from ringattn.prove import Proof, prove
 from ringattn.schedule import Schedule, Step, Transfer, Visit, make_schedule
 
 ROWS, COLUMNS = 4, 8
@@ -51,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rank is not None and not 0 <= options.rank < options.world:
         parser.error(f"rank must be in [0, {options.world}), got {options.rank}")
+    try:
+        options.lengths = (options.seq_len,) if options.documents is None else read_documents(options.documents)
+    except (OSError, ValueError) as error:
+        parser.error(f"--documents: {error}")
+    options.seq_len = sum(options.lengths)
     for name in ("world", "seq_len", "kv_heads", "head_dim"):
         if getattr(options, name) < 1:
             parser.error(f"{name} must be at least 1, got {getattr(options, name)}")
@@ -64,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=int, default=4, metavar="RANKS", help="number of ranks (%(default)s)")
     parser.add_argument("--rank", type=int, metavar="RANK", help="show this rank alone, step by step and tile by tile")
     add_sequence_options(parser, seq_len=4096)
+    parser.add_argument(
+        "--documents", type=Path, metavar="FILE", help="lengths of packed documents; compares the layouts for them"
+    )
+    parser.add_argument("--prove", action="store_true", help="prove that the schedules of all ranks are right")
     parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="K/V heads, for the bytes (%(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a head (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of keys and values (%(default)s)")
@@ -71,21 +83,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def make_rank_plans(
-    layout: str, mask: Band, seq_len: int, world: int, schedule: str, ranks: Sequence[int]
+    layout: str, mask: Band, lengths: tuple[int, ...], world: int, schedule: str, ranks: Sequence[int]
 ) -> list[RankPlan]:
     """The plans of some ranks.
 
     Example:
-        >>> [plan.pairs for plan in make_rank_plans("zigzag", Band(lo=0), 8, 2, "ring", range(2))]
+        >>> [plan.pairs for plan in make_rank_plans("zigzag", Band(lo=0), (8,), 2, "ring", range(2))]
         [18, 18]
     """
-    shards = make_shards(layout, (seq_len,), world)
+    shards = make_shards(layout, lengths, world)
     return [
         RankPlan(
             rank,
             shards[rank],
-            make_plan(layout, mask, (seq_len,), world, rank),
-            make_schedule(schedule, layout, mask, (seq_len,), world, rank),
+            make_plan(layout, mask, lengths, world, rank),
+            make_schedule(schedule, layout, mask, lengths, world, rank),
         )
         for rank in ranks
     ]
@@ -126,8 +138,8 @@ def describe(options: argparse.Namespace) -> Iterator[str]:
     """The lines of the picture."""
     layout = layout_name(options.layout)
     ranks = range(options.world) if options.rank is None else [options.rank]
-    plans = make_rank_plans(layout, options.mask, options.seq_len, options.world, options.schedule, ranks)
-    sizes = shard_sizes(layout, (options.seq_len,), options.world)
+    plans = make_rank_plans(layout, options.mask, options.lengths, options.world, options.schedule, ranks)
+    sizes = shard_sizes(layout, options.lengths, options.world)
     steps = len(plans[0].schedule.forward)
     tokens = f"{options.seq_len} tokens on {options.world} ranks"
     yield f"{layout}, {options.mask}, {tokens}: {options.schedule} of {steps} steps"
@@ -140,6 +152,23 @@ def describe(options: argparse.Namespace) -> Iterator[str]:
         yield from blocks_picture(plans, sizes) if options.world <= WIDEST_PICTURE else matrix_picture(plans, sizes)
     yield ""
     yield from summary(plans, sizes, options)
+    if options.documents is not None:
+        yield ""
+        yield from describe_packs(options.mask, options.lengths, options.world)
+    if options.prove:
+        yield ""
+        yield describe_proof(prove(options.schedule, layout, options.mask, options.lengths, options.world))
+
+
+def describe_proof(proof: Proof) -> str:
+    """What was proven, in a line; a schedule that is wrong has raised before."""
+    pairs = sum(proof.pairs)
+    return (
+        f"proven for all {proof.ranks} ranks: {pairs} pairs, each once; {sum(proof.moved.values())} tokens of keys and "
+        f"{sum(proof.grads_moved.values())} of gradients over {len(proof.moved)} links, each sent and received; no "
+        f"rank waits for ever, no buffer is misused, all gradients come home; buffers of {proof.slots} + "
+        f"{proof.grad_slots} tokens a rank"
+    )
 
 
 def positions_picture(plans: Sequence[RankPlan], seq_len: int) -> Iterator[str]:

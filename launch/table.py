@@ -40,7 +40,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def plain_lines(rows: Sequence[Sequence[str]], numbers: bool = True) -> list[str]:
-    """Rows of cells as lines of aligned columns: the first to the left and, where they are numbers, others to the right."""
+    """Rows of cells as lines of aligned columns: to the left the first one, and all if they are no numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,6 +1,7 @@
 """The picture of a plan shows exactly the pairs that the mask lets through, and the bytes that the transport counts."""
 
 import itertools
+import random
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from ringattn import CAUSAL, FULL, Band, window
 from ringattn.launch import cli, plan
+from ringattn.launch.packs import figures, recommend
 from ringattn.launch.plan import COLUMNS, ROWS, blocks_picture, make_rank_plans, positions_picture, traffic
 from ringattn.layout import LAYOUTS, make_shards, shard_positions, shard_sizes
 from ringattn.schedule import SCHEDULES
@@ -24,7 +26,7 @@ def shade(seen: list[bool]) -> str:
 @pytest.mark.parametrize(("layout", "mask", "seq_len"), list(itertools.product(LAYOUTS, MASKS, (96, 50))))
 def test_pictures_show_what_the_mask_shows(layout: str, mask: str, seq_len: int) -> None:
     world, band = 3, MASKS[mask]
-    plans = make_rank_plans(layout, band, seq_len, world, "ring", range(world))
+    plans = make_rank_plans(layout, band, (seq_len,), world, "ring", range(world))
     held = [shard_positions(shard) for shard in make_shards(layout, (seq_len,), world)]
     lines = list(blocks_picture(plans, shard_sizes(layout, (seq_len,), world)))[1:]
     for rank in range(world):
@@ -44,7 +46,7 @@ def test_pictures_show_what_the_mask_shows(layout: str, mask: str, seq_len: int)
 
 @pytest.mark.parametrize(("layout", "seq_len"), list(itertools.product(LAYOUTS, (5, 64, 150))))
 def test_positions_are_those_of_the_layout(layout: str, seq_len: int) -> None:
-    plans = make_rank_plans(layout, FULL, seq_len, 4, "ring", range(4))
+    plans = make_rank_plans(layout, FULL, (seq_len,), 4, "ring", range(4))
     lines = list(positions_picture(plans, seq_len))[1:]
     for line, shard in zip(lines, make_shards(layout, (seq_len,), 4), strict=True):
         held, width = set(shard_positions(shard)), min(64, seq_len)
@@ -56,7 +58,7 @@ def test_positions_are_those_of_the_layout(layout: str, seq_len: int) -> None:
 def test_bytes_are_those_that_the_transport_counts(layout: str, schedule: str, mask: str) -> None:
     q, k, v, do = make_inputs(heads=2, kv_heads=1, tokens=50, dim=4)
     ran = simulate(q, k, v, do, world=3, layout=layout, mask=MASKS[mask], schedule=schedule)
-    plans = make_rank_plans(layout, MASKS[mask], 50, 3, schedule, range(3))
+    plans = make_rank_plans(layout, MASKS[mask], (50,), 3, schedule, range(3))
     sizes = shard_sizes(layout, (50,), 3)
     sent = [traffic(plan.schedule, sizes, 2 * 4, 4) for plan in plans]
     assert sent == list(zip(ran.sent_forward, ran.sent_backward, strict=True))
@@ -110,3 +112,32 @@ def test_commands_are_listed_and_unknown_ones_refused(capsys: Any) -> None:
 def test_a_module_is_a_command_too() -> None:
     command = [sys.executable, "-m", "ringattn.launch.plan", "--world", "2"]
     assert "rank 1 " in subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def test_documents_are_compared_and_the_schedule_is_proven(tmp_path, capsys):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("0 300 310, 311\n1000 4096")
+    assert (
+        cli.main(["plan", "--documents", str(lengths), "--layout", "balanced", "--schedule", "direct", "--prove"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "4096 tokens on 4 ranks" in said and "5 documents of 1 to 3096 tokens" in said
+    assert said.count("recommended") == 1 and "proven for all 4 ranks" in said
+
+
+@pytest.mark.parametrize("text", ["12 x", "3 0 4", "", "1.5"])
+def test_a_file_without_lengths_is_refused(text, tmp_path, capsys):
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "--documents", str(path)])
+    assert caught.value.code == 2 and "--documents" in capsys.readouterr().err
+
+
+def test_the_recommended_layout_is_even_and_moves_least():
+    draw = random.Random(0)
+    lengths = tuple(min(6000, max(1, int(draw.lognormvariate(7, 1.2)))) for _ in range(40))
+    found = {layout: figures(layout, CAUSAL, lengths, 8) for layout in LAYOUTS}
+    best = recommend(list(found.values()))
+    assert best.layout == "balanced" and best.work < 1.1
+    assert recommend([found["contiguous"], found["zigzag"]]).work == min(found["contiguous"].work, found["zigzag"].work)

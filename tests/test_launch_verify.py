@@ -64,7 +64,7 @@ def test_many_ranks_give_what_one_gives(world: int, options: list[str], tmp_path
 def test_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
     _, result = verified(tmp_path / "result.json", "--nproc", "3", "--seq-len", "100")
     sizes = shard_sizes("zigzag", (100,), 3)
-    plans = make_rank_plans("zigzag", CAUSAL, 100, 3, "ring", range(3))
+    plans = make_rank_plans("zigzag", CAUSAL, (100,), 3, "ring", range(3))
     width = 2 * 2 * 8  # keys and values, two heads of 8
     assert result["bytes_sent"] == [2 * sum(traffic(plan.schedule, sizes, width, 4)) for plan in plans]
 
