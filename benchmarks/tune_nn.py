@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 class Candidate:
     """One tile: how to run it, the launch to compile ahead, and what it writes."""
 
-    name: str
+    config: Any
     run: Callable[[], Any]
     launch: Launch
     results: tuple[Tensor, ...]
@@ -44,20 +44,20 @@ def norm_candidates(device: str, columns: int, center: bool, full: bool) -> Iter
     x = torch.randn(ROWS, columns, dtype=BF16, device=device)
     weight = torch.randn(columns, dtype=BF16, device=device)
     residual = torch.randn_like(x) if full else None
-    for rows in (1, 2):
-        for warps in (2, 4, 8, 16):
-            if not 8 <= rows * columns // warps // 32 <= 64:
-                continue
-            for per in (0, 1, 2, 4, 8):
-                if per * warps > 32:
-                    continue
-                config = NormConfig(rows, columns, warps, per)
-                y, stats = torch.empty_like(x), torch.empty(ROWS, 3 if center else 1, device=device)
-                summed = torch.empty_like(x) if full else None
-                launch = norm.forward_launch(
-                    x, residual, weight, None, y, summed, stats, eps=1e-6, center=center, config=config
-                )
-                yield Candidate(f"{config}", launch, launch, (y,))
+    tiles = [
+        NormConfig(rows, columns, warps, per, stages)
+        for rows in (1, 2, 4)
+        for warps in (2, 4, 8, 16)
+        for per, stages in ((0, 1), (1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 2), (4, 3))
+        if 16 <= rows * columns // warps // 32 <= 64 and per * warps <= 32
+    ]
+    for config in tiles:
+        y, stats = torch.empty_like(x), torch.empty(ROWS, 3 if center else 1, device=device)
+        summed = torch.empty_like(x) if full else None
+        launch = norm.forward_launch(
+            x, residual, weight, None, y, summed, stats, eps=1e-6, center=center, config=config
+        )
+        yield Candidate(config, launch, launch, (y,))
 
 
 def norm_bwd_candidates(device: str, columns: int, center: bool) -> Iterator[Candidate]:
@@ -65,22 +65,23 @@ def norm_bwd_candidates(device: str, columns: int, center: bool) -> Iterator[Can
     x, dy = (torch.randn(ROWS, columns, dtype=BF16, device=device) for _ in range(2))
     weight = torch.randn(columns, dtype=BF16, device=device)
     stats = torch.rand(ROWS, 3 if center else 1, device=device)
-    for warps in (4, 8, 16):
-        if not 8 <= columns // warps // 32 <= 32:
-            continue
-        for per in (1, 2, 3, 4, 6):
-            if per * warps > 48:
-                continue
-            config = NormConfig(1, columns, warps, per)
-            dx, sums = torch.empty_like(x), torch.empty(2, 132 * per, columns, device=device)
-            dbias = sums[1] if center else None
-            launch = norm_bwd.backward_launch(
-                dy, None, x, weight, stats, dx, sums[0], dbias, config=config, programs=132 * per
-            )
-            run = lambda c=config: norm_bwd.norm_backward(  # noqa: E731
-                dy, None, x, weight, stats, bias_dtype=BF16 if center else None, config=c
-            )
-            yield Candidate(f"{config}", run, launch, ())
+    tiles = [
+        NormConfig(1, columns, warps, per, stages)
+        for warps in (4, 8, 16)
+        for per, stages in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 2), (5, 1))
+        if 8 <= columns // warps // 32 <= 32 and per * warps <= 40
+    ]
+    for config in tiles:
+        programs = 132 * config.per_processor
+        dx, sums = torch.empty_like(x), torch.empty(2, programs, columns, device=device)
+        dbias = sums[1] if center else None
+        launch = norm_bwd.backward_launch(
+            dy, None, x, weight, stats, dx, sums[0], dbias, config=config, programs=programs
+        )
+        run = lambda c=config: norm_bwd.norm_backward(  # noqa: E731
+            dy, None, x, weight, stats, bias_dtype=BF16 if center else None, config=c
+        )
+        yield Candidate(config, run, launch, ())
 
 
 def softmax_candidates(device: str, rows: int, columns: int, backward: bool) -> Iterator[Candidate]:
@@ -88,24 +89,31 @@ def softmax_candidates(device: str, rows: int, columns: int, backward: bool) -> 
     x, dy = (torch.randn(rows, columns, dtype=BF16, device=device) for _ in range(2))
     if backward and device != "meta":
         x = torch.softmax(x, -1)
-    for block in (2048, 4096, 8192, 16384, 32768):
-        for warps in (4, 8, 16, 32):
-            if not 8 <= block // warps // 32 <= (32 if backward else 64) or block * 66 < columns:
-                continue
-            config = SoftmaxConfig(1, block, warps)
-            out = torch.empty_like(x)
-            words = torch.empty(rows * (columns // block) + 1, dtype=torch.int64, device=device)
-            both: dict[str, Any] = dict(temperature=1.0, config=config, publish=True, write=True)
-            if backward:
-                launch = softmax_bwd.long_backward_launch(dy, x, out, words, **both)
-            else:
-                launch = softmax.long_forward_launch(x, None, out, words, **both)
+    tiles = [
+        SoftmaxConfig(1, block, warps, per)
+        for block in (2048, 4096, 8192, 16384, 32768)
+        for warps in (4, 8, 16)
+        for per in (1, 2, 3, 4, 6, 8)
+        if 8 <= block // warps // 32 <= (32 if backward else 64) and 12 <= per * warps <= 32
+    ]
+    for config in tiles:
+        programs = softmax.programs_at_once(x, config)
+        if not programs:
+            continue
+        out = torch.empty_like(x)
+        words = torch.empty(rows * (columns // config.block) + 1, dtype=torch.int64, device=device)
+        if backward:
+            launch = softmax_bwd.long_backward_launch(
+                dy, x, out, words, temperature=1.0, config=config, programs=programs
+            )
+        else:
+            launch = softmax.long_forward_launch(x, None, out, words, temperature=1.0, config=config, programs=programs)
 
-            def run(launch: Launch = launch, words: Tensor = words) -> None:
-                words.zero_()
-                launch()
+        def run(launch: Launch = launch, words: Tensor = words) -> None:
+            words.zero_()
+            launch()
 
-            yield Candidate(f"{config}", run, launch, (out,))
+        yield Candidate(config, run, launch, (out,))
 
 
 def rope_candidates(device: str) -> Iterator[Candidate]:
@@ -161,10 +169,11 @@ GROUPS: dict[str, tuple[Callable[[str], Iterator[Candidate]], float]] = {
 """What is tuned, with the bytes that one call must move."""
 
 
-def tune(name: str) -> None:
-    """Check the tiles of a group against its first one, time them, and print the best six."""
+def tune(name: str) -> Any:
+    """Check the tiles of a group against its first one, time them, print the best six, and return the best."""
     make, size = GROUPS[name]
-    runs, expected = {}, None
+    runs: dict[Any, Any] = {}
+    expected = None
     for candidate in make("cuda"):
         for result in candidate.results:
             result.fill_(float("nan"))
@@ -172,13 +181,13 @@ def tune(name: str) -> None:
             candidate.run()
             results = [result.double() for result in candidate.results]
         except Exception as error:
-            print(f"{name} {candidate.name} {type(error).__name__} {error}"[:200])
+            print(f"{name} {candidate.config} {type(error).__name__} {error}"[:200])
             continue
         expected = results if expected is None else expected
         if any(max_errors(got, exact)[1] > 1e-2 for got, exact in zip(results, expected, strict=True)):
-            print(f"{name} {candidate.name} DIFFERS")
+            print(f"{name} {candidate.config} DIFFERS")
             continue
-        runs[candidate.name] = lambda turn, run=candidate.run: run()
+        runs[candidate.config] = lambda turn, run=candidate.run: run()
     a, b = (torch.randn(64 * MB, dtype=BF16, device="cuda") for _ in range(2))
     runs["copy"] = lambda turn: b.copy_(a)
     times = {n: statistics.median(t) for n, t in measure(runs, "cuda", rounds=3, round_seconds=0.002).items()}
@@ -190,6 +199,7 @@ def tune(name: str) -> None:
             f"    {candidate:<64} {times[candidate] * 1e6:7.1f} us {rate / 1e12:.2f} TB/s {rate / copied:.3f} of copy"
         )
     sys.stdout.flush()
+    return min(times, key=lambda n: times[n])
 
 
 def _key(launch: Launch) -> str:

@@ -69,7 +69,7 @@ def load_stats(stats, row, real, CENTER: tl.constexpr):
 def _norm_fwd_kernel(
     x, residual, weight, bias, y, summed, stats, rows, columns, eps, x_rows, residual_rows, summed_rows,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of whole rows, every num_programs-th; weight and bias are read once."""
     column = tl.arange(0, BLOCK)
@@ -77,7 +77,7 @@ def _norm_fwd_kernel(
         scale = tl.load(weight + column, mask=column < columns, other=0.0)
     if BIAS:
         offset = tl.load(bias + column, mask=column < columns, other=0.0)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         real = row < rows
         inside = real[:, None] & (column < columns)[None, :]
@@ -104,7 +104,7 @@ def _norm_fwd_kernel(
 def _norm_fwd_long_kernel(
     x, residual, weight, bias, y, summed, stats, rows, columns, eps, x_rows, residual_rows, summed_rows,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row of any length, in blocks: once for its statistics, once to normalise it.
 
@@ -155,12 +155,13 @@ def _norm_fwd_long_kernel(
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """Rows and columns of a tile, warps, and programs a multiprocessor (0: a program for each tile)."""
+    """Rows and columns of a tile, warps, programs a multiprocessor (0: one a tile), tiles in flight in a program."""
 
     rows: int
     block: int
     num_warps: int
     per_processor: int
+    stages: int = 1
 
 
 def choose_config(columns: int, backward: bool) -> NormConfig:
@@ -218,6 +219,7 @@ def forward_launch(
             RESIDUAL=residual is not None,
             WEIGHT=weight is not None,
             BIAS=bias is not None,
+            STAGES=config.stages,
         ),
         dict(num_warps=config.num_warps),
     )

@@ -20,7 +20,7 @@ from ringattn.kernels.rows import power_of_two, processors, row_starts, rows_of
 def _norm_bwd_kernel(
     dy, dsummed, x, weight, stats, dx, dweight, dbias, rows, columns, dy_rows, dsummed_rows, x_rows,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of tiles of whole rows, every num_programs-th, and this program's sums over its rows for dweight and dbias."""
     column = tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def _norm_bwd_kernel(
     if BIAS:
         bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     count = columns * 1.0
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         real = row < rows
         inside = real[:, None] & (column < columns)[None, :]
@@ -67,7 +67,7 @@ def _norm_bwd_kernel(
 def _norm_bwd_long_kernel(
     dy, dsummed, x, weight, stats, dx, dweight, dbias, rows, columns, dy_rows, dsummed_rows, x_rows,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTER: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of one row of any length, in blocks: once for the two means, once for the result."""
     row = tl.program_id(0)
@@ -185,6 +185,7 @@ def backward_launch(
             RESIDUAL=dsummed is not None,
             WEIGHT=weight is not None,
             BIAS=dbias is not None,
+            STAGES=config.stages,
         ),
         dict(num_warps=config.num_warps),
     )
