@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringattn.comm import NEEDS, OFF, ON, TRANSPORTS, VALIDATE, Group, Terms, get_comm, group_name, ring_place
 from ringattn.dispatch import check_choice, choose_backend
+from ringattn.header import CHECKS
 from ringattn.layout import document_lengths, layout_name, shard_sizes
 from ringattn.mask import FULL, Band, as_band
 from ringattn.ops import Options, run_attention
@@ -52,6 +53,7 @@ def ring_attention(
     grad_dtype: torch.dtype = torch.float32,
     qkv_format: str = "bhsd",
     validate: str | None = None,
+    check: str | None = None,
     return_lse: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -87,6 +89,9 @@ def ring_attention(
         qkv_format: "bhsd", or "bshd" for (B, S, H, D) tensors, which are read and written without a copy.
         validate: "always" compares options over the ranks before every call, "sampled" before some; None is "always",
             on NCCL "sampled".
+        check: what is compared before a block of another rank is used: "header" (who sent it, at which step, of which
+            block, dtype and length), "checksum" (also the sum of its words), or "off"; None is "header" over gloo and
+            "off" over NCCL.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -96,6 +101,7 @@ def ring_attention(
     Raises:
         ValueError: on every rank, for shapes, dtypes, devices, names or lengths that do not fit, and for ranks that
             disagree on them.
+        RingError: on every rank that lives, once blocks move: a rank died, hung, failed or sent what does not fit.
         NotImplementedError: on every rank, for what other libraries do and this one does not.
 
     Example:
@@ -120,6 +126,7 @@ def ring_attention(
         grad_dtype=grad_dtype,
         qkv_format=qkv_format,
         validate=validate,
+        check=check,
         return_lse=return_lse,
     )
 
@@ -286,6 +293,7 @@ def _check_options(
     transport: str | None = None,
     grad_dtype: torch.dtype = torch.float32,
     validate: str | None = None,
+    check: str | None = None,
 ) -> Options:
     """The settings of a call, each checked."""
     band = as_band(mask)
@@ -306,6 +314,7 @@ def _check_options(
         bshd=bshd,
         group=group,
         validate=check_choice("validate", validate, (None, *VALIDATE)) or "",
+        check=check_choice("check", check, (None, *CHECKS)) or "",
     )
 
 

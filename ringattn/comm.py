@@ -1,17 +1,14 @@
-"""Everything between ranks: process groups, buffers, agreement before a call, and the transports that move blocks.
+"""Everything between ranks: process groups, buffers, agreement before a call, and the exchange of blocks in it.
 
-There is one `Comm` per process group, made on first use by all of its ranks together and dropped with the group. A
-transport is two functions, `post(sends, recvs)` and `wait(pending)`; between them the caller computes.
+There is one `Comm` per process group, made on first use by all of its ranks together and dropped with the group.
 """
 
-import hashlib
 import logging
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,32 +16,20 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from ringattn.control import Control, Exchange, Helper
+from ringattn.header import HEADER_TAG, Call, Checked, RingError, Unchecked, digest_of
+from ringattn.transport import P2P, HostStaged, PeerLost, Transport
+
 logger = logging.getLogger(__name__)
 
 Group = ProcessGroup | DeviceMesh | None
-Messages = Sequence[tuple[Tensor, int]]
-"""Contiguous tensors with the ring rank at the other end, in the same order on both sides."""
-
 TRANSPORTS = ("p2p", "host")
 """Names of the transports between processes."""
 
 VALIDATE = ("always", "sampled")
+SLACK = timedelta(seconds=60)  # gloo's own timeout comes after ours, which names who is to blame
 SAMPLED_FIRST, SAMPLED_EVERY = 8, 1024
 """`validate="sampled"` agrees on the first calls of a group and then on every 1024th: the same calls on every rank."""
-
-
-class Transport(Protocol):
-    """Moves blocks between ranks; counts what it sends."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes posted so far."""
-
-    def post(self, sends: Messages, recvs: Messages) -> Any:
-        """Start all transfers of a step and return a token for `wait`."""
-
-    def wait(self, pending: Any) -> None:
-        """Return once received tensors may be read and sent ones overwritten; on CUDA, by later work of this stream."""
 
 
 def resolve_group(group: Group) -> ProcessGroup | None:
@@ -118,6 +103,8 @@ class Comm:
         rank, world: this process's ring rank, and the number of ranks.
         control: a private gloo group for agreement, also the data group of transports over gloo.
         calls: how many calls were started, the same on every rank.
+        rings: how many runs of a schedule were started, the same on every rank.
+        watch: finds who is to blame when something fails.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -125,10 +112,13 @@ class Comm:
         self.ranks = dist.get_process_group_ranks(group)
         self.world = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
-        self.calls = 0
+        self.calls = self.rings = 0
         self.buffers = Buffers()
         self.control = self._private_group("gloo")
-        self._transports: dict[tuple[str, torch.device], Transport] = {}
+        name, limit = str(group.group_name), _timeout(group).total_seconds()
+        self.watch = Control(c10d._get_default_store(), f"{name}/{self.ranks}", self.rank, self.world, limit)
+        self.helper = Helper(self.watch.lap)
+        self._wires: dict[tuple[str, torch.device], P2P] = {}
 
     def alive(self) -> bool:
         """Whether the caller's group still exists."""
@@ -150,7 +140,7 @@ class Comm:
             dist.Backend(backend),
             c10d._get_default_store(),
             group_name=c10d.GroupName(f"{self.group.group_name}/ringattn-{backend}"),
-            timeout=c10d._get_default_timeout(dist.Backend(backend)),
+            timeout=_timeout(self.group) + SLACK,
             group_desc="ringattn",
         )
         c10d._world.pg_group_ranks[made] = {rank: position for position, rank in enumerate(self.ranks)}
@@ -165,16 +155,43 @@ class Comm:
     def transport(self, name: str | None, device: torch.device) -> Transport:
         """The transport of that name for tensors on that device; all ranks must ask for it together the first time."""
         chosen = name or self.default_transport(device)
-        if (chosen, device) not in self._transports:
+        if (chosen, device) not in self._wires:
+            group = self.control
             if chosen == "host":
                 logger.info("ranks %s exchange %s tensors through host memory", self.ranks, device.type)
-                made: Transport = HostStaged(self.control, self.ranks)
-            else:
-                backend = "nccl" if device.type == "cuda" else "gloo"
-                data = self._private_group(backend) if backend != "gloo" else self.control
-                made = P2P(data, self.ranks)
-            self._transports[chosen, device] = made
-        return self._transports[chosen, device]
+            elif device.type == "cuda":
+                group = self._private_group("nccl")
+            self._wires[chosen, device] = P2P(group, self.ranks)
+        wire = self._wires[chosen, device]
+        return HostStaged(wire) if chosen == "host" else wire
+
+    def connect(
+        self, transport: str | None, device: torch.device, check: str | None, *, name: str, digest: int, steps: int
+    ) -> Exchange:
+        """The transport of one run of a schedule.
+
+        Args:
+            transport, device: as in `transport`.
+            check: one of `ringattn.header.CHECKS`, or nothing for "header" over gloo and "off" over NCCL.
+            name, digest, steps: as in `ringattn.header.Call`.
+
+        Raises:
+            RingError: the group failed before.
+        """
+        self.watch.check()
+        self.rings += 1
+        self.transport(transport, device)
+        chosen = transport or self.default_transport(device)
+        wire, nccl = self._wires[chosen, device], chosen != "host" and device.type == "cuda"
+        level = check or ("off" if nccl else "header")
+        call = Call(self.rank, self.rings, name, digest, steps)
+        guarded: Any = wire
+        if level != "off":
+            headers = P2P(self.control, self.ranks, HEADER_TAG)
+            guarded = Checked(wire, headers, call, checksum=level == "checksum", submit=self.helper.submit, eager=nccl)
+        elif not nccl:
+            guarded = Unchecked(wire, self.helper.submit)
+        return Exchange(HostStaged(guarded) if chosen == "host" else guarded, self.watch, call)
 
     def due(self, validate: str | None = None) -> bool:
         """Count a call, and say whether its ranks must agree first.
@@ -203,29 +220,41 @@ class Comm:
         """
         record = torch.tensor([0 if error is None else 1, terms.fingerprint(), terms.grad], dtype=torch.int64)
         records = torch.empty(self.world * len(record), dtype=torch.int64)
-        gather_into(records, record, self.control)
+        self._together(lambda: gather_into(records, record, self.control))
         failed, fingerprints, grads = records.view(self.world, -1).unbind(dim=1)
         if failed.any() or (fingerprints != fingerprints[0]).any() or (grads.max() == NEEDS and grads.min() == OFF):
             self._explain(terms, error)
         return bool((grads == NEEDS).any())
 
+    def _together(self, collective: Callable[[], None]) -> None:
+        """Run a collective of the control group; a rank that does not come to it is named."""
+        self.watch.check()
+        self.watch.enter("agreement")
+        try:
+            self.helper.submit(collective).result()
+        except RuntimeError as error:
+            cause = self.watch.failed(error if isinstance(error, RingError) else PeerLost(None, error))
+            raise cause from error
+        self.watch.enter("outside")
+
     def _explain(self, terms: "Terms", error: Exception | None) -> None:
         answers: list[Any] = [None] * self.world
         failure = error and (type(error).__name__, str(error))
-        dist.all_gather_object(answers, (terms.terms, terms.grad, failure), self.control)
+        said = (terms.terms, terms.grad, failure)
+        self._together(lambda: dist.all_gather_object(answers, said, self.control))
         for rank, (_, _, failure) in enumerate(answers):
             if failure:
                 if error is not None:
                     raise error
                 kind = NotImplementedError if failure[0] == "NotImplementedError" else ValueError
                 raise kind(f"rank {rank}: {failure[1]}")
-        said, grads, _ = zip(*answers, strict=True)
-        differing = [key for key in said[0] if len({str(terms.get(key)) for terms in said}) > 1]
+        options, grads, _ = zip(*answers, strict=True)
+        differing = [key for key in options[0] if len({str(terms.get(key)) for terms in options}) > 1]
         if not differing:
             off = [rank for rank, grad in enumerate(grads) if grad == OFF]
             raise ValueError(f"ranks {off} run without gradients (torch.no_grad) where others need them")
         lines = [
-            f"{key}: " + ", ".join(f"rank {rank} has {terms.get(key)!r}" for rank, terms in enumerate(said))
+            f"{key}: " + ", ".join(f"rank {rank} has {terms.get(key)!r}" for rank, terms in enumerate(options))
             for key in differing
         ]
         raise ValueError("ranks disagree on " + "; ".join(lines))
@@ -244,14 +273,22 @@ class Terms:
 
     def fingerprint(self) -> int:
         """63 bits that are equal for equal terms."""
-        digest = hashlib.blake2b(repr(sorted(self.terms.items())).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1
+        return digest_of(*sorted(self.terms.items()))
 
 
 def gather_into(output: Tensor, part: Tensor, group: ProcessGroup) -> None:
     """All-gather equal parts into one tensor, under the name that this version of torch gives the call."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     call(output, part, group=group)
+
+
+def _timeout(group: ProcessGroup) -> timedelta:
+    """How long a caller's group waits for a peer: the `timeout` that it was made with."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return c10d._get_default_timeout(dist.Backend("gloo"))
 
 
 def _backend_for(group: ProcessGroup, device: torch.device) -> str | None:
@@ -294,101 +331,3 @@ class Buffers:
     def nbytes(self) -> int:
         """Bytes of all buffers that are not leased."""
         return sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
-
-
-class P2P:
-    """Blocks travel by one batch of point-to-point operations a step, over NCCL or gloo."""
-
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        self.group, self.ranks, self.sent_bytes = group, ranks, 0
-
-    def post(self, sends: Messages, recvs: Messages) -> list[dist.Work]:
-        operations = [dist.P2POp(dist.isend, tensor, self.ranks[peer], self.group) for tensor, peer in sends]
-        operations += [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self.group) for tensor, peer in recvs]
-        self.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self, pending: Iterable[dist.Work]) -> None:
-        for work in pending:
-            work.wait()
-
-
-class HostStaged:
-    """Blocks of CUDA tensors travel over gloo through pinned host memory, so that several ranks can share one card."""
-
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        self._wire = P2P(group, ranks)
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._wire.sent_bytes
-
-    def post(self, sends: Messages, recvs: Messages) -> Any:
-        staged = [(tensor.to("cpu", non_blocking=True), peer) for tensor, peer in sends]
-        landing = [(torch.empty_like(tensor, device="cpu", pin_memory=True), peer) for tensor, peer in recvs]
-        if sends:
-            torch.cuda.current_stream(sends[0][0].device).synchronize()
-        return self._wire.post(staged, landing), landing, [tensor for tensor, _ in recvs], staged
-
-    def wait(self, pending: Any) -> None:
-        works, landing, targets, _ = pending
-        self._wire.wait(works)
-        for (arrived, _), target in zip(landing, targets, strict=True):
-            target.copy_(arrived, non_blocking=True)
-
-
-class Nowhere:
-    """The transport of a world of one: there is nobody to send to."""
-
-    sent_bytes = 0
-
-    def post(self, sends: Messages, recvs: Messages) -> None:
-        assert not sends and not recvs, "a world of one sends nothing"
-
-    def wait(self, pending: None) -> None:
-        pass
-
-
-class Simulated:
-    """All ranks of a group in one process, in lockstep: for tests, and for one card that plays many.
-
-    Example:
-        >>> world = Simulated(2)
-        >>> a, b = torch.ones(1), torch.zeros(1)
-        >>> tokens = world.rank(0).post([(a, 1)], []), world.rank(1).post([], [(b, 0)])
-        >>> world.rank(1).wait(tokens[1])
-        >>> b.item()
-        1.0
-    """
-
-    def __init__(self, world: int) -> None:
-        self._mail: dict[tuple[int, int], deque[Tensor]] = {}
-        self._ranks = [_SimulatedRank(rank, self._mail) for rank in range(world)]
-
-    def rank(self, rank: int) -> "_SimulatedRank":
-        """The transport of one rank."""
-        return self._ranks[rank]
-
-    @staticmethod
-    def run(rings: Iterable[Iterator[None]]) -> None:
-        """Drive the executors of all ranks, step by step."""
-        live = list(rings)
-        while live:
-            live = [ring for ring in live if next(ring, count) is not count]
-
-
-class _SimulatedRank:
-    def __init__(self, rank: int, mail: dict[tuple[int, int], deque[Tensor]]) -> None:
-        self.number, self._mail, self.sent_bytes = rank, mail, 0
-
-    def post(self, sends: Messages, recvs: Messages) -> list[tuple[Tensor, int]]:
-        for tensor, peer in sends:
-            self._mail.setdefault((self.number, peer), deque()).append(tensor.clone())
-            self.sent_bytes += tensor.nbytes
-        return list(recvs)
-
-    def wait(self, pending: list[tuple[Tensor, int]]) -> None:
-        for tensor, peer in pending:
-            arrived = self._mail[peer, self.number].popleft()
-            assert arrived.shape == tensor.shape and arrived.dtype == tensor.dtype
-            tensor.copy_(arrived)

@@ -4,19 +4,22 @@ Their schema holds tensors, names and numbers; inside, plan and schedule come fr
 as their fakes, whatever the strides of the inputs.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.backends import Problem
-from ringattn.comm import Buffers, Comm, Nowhere, Terms, get_comm
+from ringattn.comm import Buffers, Comm, Terms, get_comm
 from ringattn.dispatch import choose_backend, load_backend
+from ringattn.header import code_digest, digest_of
 from ringattn.layout import shard_sizes
 from ringattn.mask import Band
 from ringattn.merge import add_sinks, row_delta, sinks_gradient
 from ringattn.ring import Job, backward, forward, run
 from ringattn.schedule import make_schedule
+from ringattn.transport import Nowhere
 
 
 class Options(NamedTuple):
@@ -36,6 +39,7 @@ class Options(NamedTuple):
     bshd: bool
     group: str
     validate: str
+    check: str = ""
 
     @property
     def band(self) -> Band:
@@ -48,11 +52,21 @@ class Options(NamedTuple):
         for private in ("group", "validate", "lo", "hi", "prefix"):
             del common[private]
         common["lengths"] = tuple(self.lengths)
+        common["code"] = f"{code_digest():x}"
         common["mask"] = str(self.band)
         common["shapes"] = f"B={q.shape[0]} H={q.shape[1]} G={k.shape[1]} D={q.shape[3]} Dv={v.shape[3]}"
         common["dtype"], common["device"] = str(q.dtype), q.device.type
         common["sinks"] = "none" if sinks is None else str(sinks.dtype)
         return Terms(common, grad)
+
+    def digest(self) -> int:
+        """63 bits of everything that decides the schedule and what is computed on it, the same on every rank."""
+        return _digest(self._replace(group="", validate=""))
+
+
+@lru_cache(maxsize=1024)
+def _digest(options: Options) -> int:
+    return digest_of(code_digest(), *options)
 
 
 _KINDS = {
@@ -86,12 +100,12 @@ def run_attention(
     comm = get_comm(options.group) if options.group else None
     if comm is not None and not agreed and comm.due(options.validate):
         comm.agree(options.terms(q, k, v, sinks, grad))
-    job = _job(options, comm, q)
+    job = _job(options, comm, q, "forward")
     out, lse = _empty(q, v.shape[3], options.bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
     one_visit = sum(len(step.visits) for step in job.schedule.forward) == 1 and sinks is None
     state = out if one_visit or out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
     with torch.autocast(q.device.type, enabled=False):  # it would round the products of a backend in torch
-        run(forward(job, q, k, v, state, lse))
+        run(forward(job, q, k, v, state, lse), job.transport)
         if sinks is not None:
             add_sinks(state, lse, sinks.to(lse.dtype))
     if state is not out:
@@ -125,12 +139,12 @@ def run_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of the sinks (empty without sinks), from those of the output and the LSE."""
     options = _complete(Options(*settings), q, k, v)
-    job = _job(options, get_comm(options.group) if options.group else None, q)
+    job = _job(options, get_comm(options.group) if options.group else None, q, "backward")
     dq, dk, dv = (_empty(x, x.shape[3], options.bshd) for x in (q, k, v))
     state = dq if dq.dtype == lse.dtype else torch.empty_like(dq, dtype=lse.dtype)
     with torch.autocast(q.device.type, enabled=False):
         delta = getattr(job.backend, "row_delta", row_delta)(do, out, dlse)
-        run(backward(job, do, q, k, v, out, lse, delta, state, dk, dv))
+        run(backward(job, do, q, k, v, out, lse, delta, state, dk, dv), job.transport)
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks.to(lse.dtype), lse, delta).to(sinks.dtype)
     if state is not dq:
         dq.copy_(state)
@@ -192,17 +206,24 @@ _local = Buffers()
 """Buffers of calls in a world of one."""
 
 
-def _job(options: Options, comm: Comm | None, q: Tensor) -> Job:
-    """Everything that the executor needs, from caches."""
+def _job(options: Options, comm: Comm | None, q: Tensor, name: str) -> Job:
+    """Everything that the executor needs to go forward or backward, from caches."""
     rank, world = (comm.rank, comm.world) if comm else (0, 1)
     place = (options.layout, options.band, options.lengths, world, rank)
+    schedule = make_schedule(options.schedule, *place)
+    transport: Any = Nowhere()
+    if comm:
+        steps = len(getattr(schedule, name))
+        transport = comm.connect(
+            options.transport, q.device, options.check, name=name, digest=options.digest(), steps=steps
+        )
     return Job(
         rank=rank,
         sizes=shard_sizes(options.layout, options.lengths, world),
-        schedule=make_schedule(options.schedule, *place),
+        schedule=schedule,
         problem=Problem(options.scale, options.softcap),
         backend=load_backend(options.backend),
-        transport=comm.transport(options.transport or None, q.device) if comm else Nowhere(),
+        transport=transport,
         lease=comm.buffers.lease if comm else _local.lease,
         wire_dtype=None if options.grad_dtype == torch.float32 else options.grad_dtype,
     )

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.transport import GRADS, KEYS, Message
+
 
 @dataclass(frozen=True)
 class Job:
@@ -24,7 +26,7 @@ class Job:
         schedule: steps, slots.
         problem: scale and the like, passed to the backend.
         backend: module with `forward` and `backward`.
-        transport: object with `post` and `wait`.
+        transport: as in `ringattn.transport`, and a context that is open while the ring runs.
         lease: `(number, numel, dtype, device)` to a context of flat buffers.
         wire_dtype: dtype in which gradients of keys and values travel; None for the one they are summed in.
     """
@@ -39,10 +41,11 @@ class Job:
     wire_dtype: torch.dtype | None = None
 
 
-def run(ring: Iterator[None]) -> None:
-    """Drive one rank to the end of its schedule."""
-    for _ in ring:
-        pass
+def run(ring: Iterator[None], transport: AbstractContextManager[Any]) -> None:
+    """Drive one rank to the end of its schedule; the transport learns how that ended."""
+    with transport:
+        for _ in ring:
+            pass
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Iterator[None]:
@@ -56,11 +59,12 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor)
     blocks = _Blocks(job.sizes, job.schedule.stage, k, v)
     with job.lease(_slots(job.schedule.forward, job.schedule.slots), blocks.capacity, k.dtype, k.device) as slots:
         problem = replace(job.problem, first=True)
-        for step in job.schedule.forward:
+        for number, step in enumerate(job.schedule.forward):
             _pack_own(job, blocks, step, slots, k, v)
             pending = job.transport.post(
-                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.sends],
-                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.recvs],
+                [_keys(blocks.flat(slots[t.slot], t), t) for t in step.sends],
+                [_keys(blocks.flat(slots[t.slot], t), t) for t in step.recvs],
+                number,
             )
             for visit in step.visits:
                 if visit.tiles or problem.first:
@@ -101,15 +105,16 @@ def backward(
     ):
         problem = replace(job.problem, first=True, first_kv=True)
         following = replace(job.problem, first_kv=True)
-        for step in job.schedule.backward:
+        for number, step in enumerate(job.schedule.backward):
             _pack_own(job, blocks, step, slots, k, v)
             leaving = [blocks.flat(grads[t.slot], t).to(wire) for t in step.grad_sends]
             landing = [_as_dtype(blocks.flat(grads[t.slot], t), wire) for t in step.grad_recvs]
             pending = job.transport.post(
-                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.sends]
-                + [(part, t.peer) for part, t in zip(leaving, step.grad_sends, strict=True)],
-                [(blocks.flat(slots[t.slot], t), t.peer) for t in step.recvs]
-                + [(part, t.peer) for part, t in zip(landing, step.grad_recvs, strict=True)],
+                [_keys(blocks.flat(slots[t.slot], t), t) for t in step.sends]
+                + [_grads(part, t) for part, t in zip(leaving, step.grad_sends, strict=True)],
+                [_keys(blocks.flat(slots[t.slot], t), t) for t in step.recvs]
+                + [_grads(part, t) for part, t in zip(landing, step.grad_recvs, strict=True)],
+                number,
             )
             for visit in step.visits:
                 keys, values = (k, v) if job.rank in visit.blocks else blocks.views(slots[visit.slot], visit)
@@ -125,6 +130,14 @@ def backward(
                     blocks.flat(grads[t.slot], t).copy_(part)
         for target, total in zip((dk, dv), blocks.whole(grads[job.schedule.home], job.rank), strict=True):
             target.copy_(total)
+
+
+def _keys(part: Tensor, transfer: Any) -> Message:
+    return Message(part, transfer.peer, transfer.block, KEYS)
+
+
+def _grads(part: Tensor, transfer: Any) -> Message:
+    return Message(part, transfer.peer, transfer.block, GRADS)
 
 
 def _slots(steps: Sequence[Any], slots: int) -> int:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ringattn import ring
 from ringattn.backends import Problem
-from ringattn.comm import Buffers, Simulated
+from ringattn.comm import Buffers
 from ringattn.dispatch import choose_backend, load_backend
 from ringattn.layout import make_shards, shard_positions, shard_sizes
 from ringattn.mask import FULL, Band, as_band
 from ringattn.merge import row_delta
 from ringattn.schedule import make_schedule
+from ringattn.transport import Simulated
 
 MOST_RATIO = 1.1
 MOST_EPS = 8
