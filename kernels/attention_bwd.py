@@ -8,6 +8,7 @@ bits every run.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,8 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.blocks import key_blocks, load_block, load_rows, pointers_of, program_of, read_entry, tanh
-from ringattn.kernels.config import CompileCase, Config, Launch, choose, example, padded, shipped_variants, variant_name
-from ringattn.kernels.tiles import IntTile, cut_rows, descriptors_fit, heads_together, make_descriptor
+from ringattn.kernels.config import (
+    CompileCase,
+    Config,
+    Frame,
+    Geometry,
+    Launch,
+    choose,
+    example,
+    geometry,
+    padded,
+    shipped_variants,
+    variant_name,
+)
+from ringattn.kernels.tiles import IntTile, Rows, cut_rows, descriptors_fit, heads_together, make_descriptor
 
 LOG2E = 1.4426950408889634
 TO_BASE_2 = tl.constexpr(LOG2E)
@@ -301,30 +314,11 @@ def dkv_launch(
     Returns:
         A launch, not yet run.
     """
-    batch, heads, count, dim = q.shape
-    kv_heads, v_dim = k.shape[1], v.shape[3]
-    rows = cut_rows(tiles, "k", config.block_k, k.shape[2], first, q.device)
-    together = heads_together(batch * kv_heads, 1, heads // kv_heads * count * (dim + v_dim) * q.itemsize)
-    return Launch(
-        _attention_dkv_kernel,
-        (rows.blocks * kv_heads * batch,),
-        dict(
-            _arguments(q, k, v, do, lse, delta, config, descriptors, scale, softcap),
-            dk=dk,
-            dv=dv,
-            table=lse if rows.table is None else rows.table,
-            tile=rows.tile,
-            shape=(
-                rows.end, rows.blocks, int(rows.backwards), kv_heads, heads // kv_heads, together, batch * kv_heads
-            ),
-            dk_scale=scale,
-            dk_strides=dk.stride(),
-            dv_strides=dv.stride(),
-            SINGLE=rows.table is None,
-            ADD=not first,
-        ),
-        dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True),
-    )  # fmt: skip
+    if descriptors is None:
+        descriptors = descriptors_fit(q, k, v, do)
+    shapes = geometry(q, k, v, do, lse, delta, dk, dv)
+    frame = _dkv_frame(tiles, shapes, q.device, scale, softcap, first, config, descriptors)
+    return frame.fill({**_sources(q, k, v, do, lse, delta, config, descriptors), "dk": dk, "dv": dv}, lse)
 
 
 def dq_launch(
@@ -344,26 +338,11 @@ def dq_launch(
     descriptors: bool | None = None,
 ) -> Launch:
     """The launch that adds the tiles' share to dq, or with `first` writes it; arguments as in `dkv_launch`."""
-    batch, heads, count, dim = q.shape
-    kv_heads, v_dim = k.shape[1], v.shape[3]
-    rows = cut_rows(tiles, "q", config.block_q, count, first, q.device)
-    together = heads_together(batch * heads, heads // kv_heads, k.shape[2] * (dim + v_dim) * k.itemsize)
-    return Launch(
-        _attention_dq_kernel,
-        (rows.blocks * heads * batch,),
-        dict(
-            _arguments(q, k, v, do, lse, delta, config, descriptors, scale, softcap),
-            dq=dq,
-            table=lse if rows.table is None else rows.table,
-            tile=rows.tile,
-            shape=(rows.end, rows.blocks, int(rows.backwards), heads, heads // kv_heads, together, batch * heads),
-            dq_scale=scale,
-            dq_strides=dq.stride(),
-            SINGLE=rows.table is None,
-            ADD=not first,
-        ),
-        dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True),
-    )
+    if descriptors is None:
+        descriptors = descriptors_fit(q, k, v, do)
+    shapes = geometry(q, k, v, do, lse, delta, dq)
+    frame = _dq_frame(tiles, shapes, q.device, scale, softcap, first, config, descriptors)
+    return frame.fill({**_sources(q, k, v, do, lse, delta, config, descriptors), "dq": dq}, lse)
 
 
 def row_delta_launch(do: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
@@ -395,52 +374,106 @@ def row_delta_launch(do: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor
     )
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    config: Config,
-    descriptors: bool | None,
+def _sources(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, config: Config, descriptors: bool
+) -> dict[str, object]:
+    """The tensors that both kernels read."""
+    if not descriptors:
+        return {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta}
+    width, v_width = padded(q.shape[3]), padded(v.shape[3])
+    return {
+        "q": make_descriptor(q, config.block_q, width),
+        "k": make_descriptor(k, config.block_k, width),
+        "v": make_descriptor(v, config.block_k, v_width),
+        "do": make_descriptor(do, config.block_q, v_width),
+        "lse": lse,
+        "delta": delta,
+    }
+
+
+@lru_cache(maxsize=4096)
+def _dkv_frame(
+    tiles: tuple[IntTile, ...],
+    shapes: tuple[Geometry, ...],
+    device: torch.device,
     scale: float,
     softcap: float,
+    first: bool,
+    config: Config,
+    descriptors: bool,
+) -> Frame:
+    """All of a dk and dv launch but its tensors, whose geometries are those of q, k, v, do, lse, delta, dk and dv."""
+    q, k, v, *_, dk, dv = shapes
+    (batch, heads, count, dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    rows, group = cut_rows(tiles, "k", config.block_k, keys, first, device), heads // kv_heads
+    together = heads_together(batch * kv_heads, 1, group * count * (dim + v.shape[3]) * q.dtype.itemsize)
+    constants = dict(
+        _constants(shapes, rows, config, descriptors, scale, softcap),
+        shape=(rows.end, rows.blocks, int(rows.backwards), kv_heads, group, together, batch * kv_heads),
+        dk_scale=scale,
+        dk_strides=dk.strides,
+        dv_strides=dv.strides,
+        ADD=not first,
+    )
+    return Frame(_attention_dkv_kernel, (rows.blocks * kv_heads * batch,), constants, _options(config), rows.table)
+
+
+@lru_cache(maxsize=4096)
+def _dq_frame(
+    tiles: tuple[IntTile, ...],
+    shapes: tuple[Geometry, ...],
+    device: torch.device,
+    scale: float,
+    softcap: float,
+    first: bool,
+    config: Config,
+    descriptors: bool,
+) -> Frame:
+    """All of a dq launch but its tensors, whose geometries are those of q, k, v, do, lse, delta and dq."""
+    q, k, v, *_, dq = shapes
+    (batch, heads, count, dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    rows, group = cut_rows(tiles, "q", config.block_q, count, first, device), heads // kv_heads
+    together = heads_together(batch * heads, group, keys * (dim + v.shape[3]) * k.dtype.itemsize)
+    constants = dict(
+        _constants(shapes, rows, config, descriptors, scale, softcap),
+        shape=(rows.end, rows.blocks, int(rows.backwards), heads, group, together, batch * heads),
+        dq_scale=scale,
+        dq_strides=dq.strides,
+        ADD=not first,
+    )
+    return Frame(_attention_dq_kernel, (rows.blocks * heads * batch,), constants, _options(config), rows.table)
+
+
+def _constants(
+    shapes: tuple[Geometry, ...], rows: Rows, config: Config, descriptors: bool, scale: float, softcap: float
 ) -> dict[str, object]:
-    """The arguments that both kernels share."""
-    width, v_width = padded(q.shape[3]), padded(v.shape[3])
-    if descriptors is None:
-        descriptors = descriptors_fit(q, k, v, do)
-    sources: dict[str, object] = {"q": q, "k": k, "v": v, "do": do}
-    if descriptors:
-        sources = {
-            "q": make_descriptor(q, config.block_q, width),
-            "k": make_descriptor(k, config.block_k, width),
-            "v": make_descriptor(v, config.block_k, v_width),
-            "do": make_descriptor(do, config.block_q, v_width),
-        }
+    """The arguments that both kernels share, but for tensors."""
+    q, k, v, do, lse, delta = shapes[:6]
     return dict(
-        sources,
-        lse=lse,
-        delta=delta,
+        tile=rows.tile,
         bend=scale / softcap if softcap else 0.0,
         scale=softcap or scale,
-        q_strides=q.stride(),
-        k_strides=k.stride(),
-        v_strides=v.stride(),
-        do_strides=do.stride(),
-        lse_strides=lse.stride(),
-        delta_strides=delta.stride(),
+        q_strides=q.strides,
+        k_strides=k.strides,
+        v_strides=v.strides,
+        do_strides=do.strides,
+        lse_strides=lse.strides,
+        delta_strides=delta.strides,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
         DIM=q.shape[3],
-        WIDTH=width,
+        WIDTH=padded(q.shape[3]),
         V_DIM=v.shape[3],
-        V_WIDTH=v_width,
+        V_WIDTH=padded(v.shape[3]),
         DESCRIPTORS=descriptors,
+        SINGLE=rows.table is None,
         SOFTCAP=softcap != 0,
         EXACT=q.dtype.itemsize == 4,
     )
+
+
+def _options(config: Config) -> dict[str, object]:
+    return dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
 
 
 def compile_cases(arch: int) -> Iterator[CompileCase]:

@@ -9,6 +9,7 @@ that every row sees run in a loop without a mask, the rest in a masked loop. No 
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,7 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.blocks import key_blocks, load_block, pointers_of, program_of, read_entry, tanh
-from ringattn.kernels.config import CompileCase, Config, Launch, choose, example, padded, shipped_variants, variant_name
+from ringattn.kernels.config import (
+    CompileCase,
+    Config,
+    Frame,
+    Geometry,
+    Launch,
+    choose,
+    example,
+    geometry,
+    padded,
+    shipped_variants,
+    variant_name,
+)
 from ringattn.kernels.tiles import IntTile, cut_rows, descriptors_fit, heads_together, make_descriptor
 
 LOG2E = 1.4426950408889634
@@ -248,48 +261,58 @@ def forward_launch(
     Returns:
         A launch, not yet run.
     """
-    batch, heads, count, dim = q.shape
-    v_dim, groups = v.shape[3], heads // k.shape[1]
-    rows = cut_rows(tiles, "q", config.block_q, count, first, q.device)
-    together = heads_together(batch * heads, groups, k.shape[2] * (dim + v_dim) * k.itemsize)
     if descriptors is None:
         descriptors = descriptors_fit(q, k, v)
-    width, v_width = padded(dim), padded(v_dim)
-    sources = {"q": q, "k": k, "v": v}
+    frame = _frame(tiles, geometry(q, k, v, out, lse), q.device, scale, softcap, first, config, descriptors)
+    tensors: dict[str, object] = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     if descriptors:
-        shapes = {"q": (config.block_q, width), "k": (config.block_k, width), "v": (config.block_k, v_width)}
-        sources = {name: make_descriptor(x, *shapes[name]) for name, x in sources.items()}
-    return Launch(
-        _attention_fwd_kernel,
-        (rows.blocks * heads * batch,),
-        dict(
-            sources,
-            out=out,
-            lse=lse,
-            table=lse if rows.table is None else rows.table,
-            tile=rows.tile,
-            shape=(rows.end, rows.blocks, int(rows.backwards), heads, groups, together, batch * heads),
-            **score_factors(scale, softcap),
-            q_strides=q.stride(),
-            k_strides=k.stride(),
-            v_strides=v.stride(),
-            out_strides=out.stride(),
-            lse_strides=lse.stride(),
-            BLOCK_Q=config.block_q,
-            BLOCK_K=config.block_k,
-            DIM=dim,
-            WIDTH=width,
-            V_DIM=v_dim,
-            V_WIDTH=v_width,
-            DESCRIPTORS=descriptors,
-            SINGLE=rows.table is None,
-            MERGE=not first,
-            SOFTCAP=softcap != 0,
-            FLIP=scale < 0 and softcap == 0,
-            EXACT=q.dtype.itemsize == 4,
-        ),
-        dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True),
+        tensors["q"] = make_descriptor(q, config.block_q, padded(q.shape[3]))
+        tensors["k"] = make_descriptor(k, config.block_k, padded(k.shape[3]))
+        tensors["v"] = make_descriptor(v, config.block_k, padded(v.shape[3]))
+    return frame.fill(tensors, lse)
+
+
+@lru_cache(maxsize=4096)
+def _frame(
+    tiles: tuple[IntTile, ...],
+    shapes: tuple[Geometry, ...],
+    device: torch.device,
+    scale: float,
+    softcap: float,
+    first: bool,
+    config: Config,
+    descriptors: bool,
+) -> Frame:
+    """All of a launch but its tensors, whose geometries are those of q, k, v, out and lse."""
+    q, k, v, out, lse = shapes
+    (batch, heads, count, dim), v_dim = q.shape, v.shape[3]
+    groups = heads // k.shape[1]
+    rows = cut_rows(tiles, "q", config.block_q, count, first, device)
+    together = heads_together(batch * heads, groups, k.shape[2] * (dim + v_dim) * k.dtype.itemsize)
+    constants = dict(
+        tile=rows.tile,
+        shape=(rows.end, rows.blocks, int(rows.backwards), heads, groups, together, batch * heads),
+        **score_factors(scale, softcap),
+        q_strides=q.strides,
+        k_strides=k.strides,
+        v_strides=v.strides,
+        out_strides=out.strides,
+        lse_strides=lse.strides,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
+        DIM=dim,
+        WIDTH=padded(dim),
+        V_DIM=v_dim,
+        V_WIDTH=padded(v_dim),
+        DESCRIPTORS=descriptors,
+        SINGLE=rows.table is None,
+        MERGE=not first,
+        SOFTCAP=softcap != 0,
+        FLIP=scale < 0 and softcap == 0,
+        EXACT=q.dtype.itemsize == 4,
     )
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    return Frame(_attention_fwd_kernel, (rows.blocks * heads * batch,), constants, options, rows.table)
 
 
 def score_factors(scale: float, softcap: float) -> dict[str, float]:

@@ -115,23 +115,35 @@ def heads_together(heads: int, groups: int, bytes_of_head: int) -> int:
 
 def descriptors_fit(*tensors: Tensor) -> bool:
     """Whether the copy engine can read these (B, H, M, D) views: rows contiguous, everything else on 16 bytes."""
-    for x in tensors:
-        if x.stride(3) != 1 or x.data_ptr() % 16 or min(x.shape) == 0:
-            return False
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-            if size > 1 and (stride <= 0 or stride * x.itemsize % 16 or stride * x.itemsize >= 1 << 40):
-                return False
-    return True
+    return all(x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride(), x.itemsize) for x in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if strides[3] != 1 or min(shape) == 0:
+        return False
+    outer = [stride * itemsize for size, stride in zip(shape[:3], strides[:3], strict=True) if size > 1]
+    return all(0 < stride < 1 << 40 and stride % 16 == 0 for stride in outer)
 
 
 def make_descriptor(x: Tensor, block: int, width: int) -> TensorDescriptor:
     """A descriptor of blocks of `block` rows and `width` columns of a head; columns beyond the tensor read as 0."""
-    strides, below = list(x.stride()), x.shape[3]
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(_blank_descriptor(x.shape, x.stride(), x.dtype, block, width).__dict__, base=x)
+    return descriptor
+
+
+@lru_cache(maxsize=4096)
+def _blank_descriptor(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: int, width: int
+) -> TensorDescriptor:
+    """A descriptor without a tensor, checked once for its geometry: its checks cost 3 us a descriptor on the host."""
+    steps, below = list(strides), shape[3]
     for dim in (2, 1, 0):  # a dimension of one element may have any stride in torch, but not in the copy engine
-        if x.shape[dim] == 1:
-            strides[dim] = -(-below * x.itemsize // 16) * 16 // x.itemsize
-        below = max(below, strides[dim] * x.shape[dim])
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, block, width])
+        if shape[dim] == 1:
+            steps[dim] = -(-below * dtype.itemsize // 16) * 16 // dtype.itemsize
+        below = max(below, steps[dim] * shape[dim])
+    return TensorDescriptor(torch.empty(0, dtype=dtype, device="meta"), list(shape), steps, [1, 1, block, width])
 
 
 def clamp(tiles: Sequence[tuple[int, int, int, int, int | None, int | None]]) -> tuple[IntTile, ...]:
