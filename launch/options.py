@@ -26,9 +26,23 @@ def add_sequence_options(parser: argparse.ArgumentParser, seq_len: int) -> None:
     )
     parser.add_argument("--mask", type=parse_mask, default="causal", metavar="MASK", help=f"{MASK_HELP} (%(default)s)")
     parser.add_argument(
-        "--seq-len", type=int, default=seq_len, metavar="TOKENS", help="length of the sequence (%(default)s)"
+        "--seq-len", type=parse_tokens, default=seq_len, metavar="TOKENS", help="such as 8192 or 1M (%(default)s)"
     )
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="ring", help="how blocks travel (%(default)s)")
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, with k or M for 1024 and 1024 * 1024.
+
+    Example:
+        >>> parse_tokens("8192"), parse_tokens("64k"), parse_tokens("1M")
+        (8192, 65536, 1048576)
+    """
+    unit = {"k": 1024, "M": 1024 * 1024}.get(text[-1:], 1)
+    try:
+        return int(text[:-1] if unit > 1 else text) * unit
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, such as 8192, 64k or 1M") from error
 
 
 def parse_mask(text: str) -> Band:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringattn import Band
+from ringattn.launch.choose import Constants, Shape, candidates, draw, table, timeline
 from ringattn.launch.options import DTYPES, add_sequence_options, make_parser
 from ringattn.launch.packs import describe_packs, read_documents
 from ringattn.launch.table import plain_lines
@@ -59,11 +60,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"--documents: {error}")
     options.seq_len = sum(options.lengths)
-    for name in ("world", "seq_len", "kv_heads", "head_dim"):
-        if getattr(options, name) < 1:
+    for name in ("world", "seq_len", "kv_heads", "head_dim", "nodes", "gpus_per_node"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"{name} must be at least 1, got {getattr(options, name)}")
+    if options.nodes is not None:
+        return _choose(parser, options)
     for line in describe(options):
         print(line)
+    return 0
+
+
+def _choose(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Compare schedules for a machine of several nodes; 2 where none can run."""
+    try:
+        constants = Constants() if options.calibration is None else Constants.read(options.calibration)
+    except (OSError, ValueError) as error:
+        parser.error(f"--calibration: {error}")
+    shape = Shape(
+        nodes=options.nodes,
+        cards=options.gpus_per_node,
+        seq_len=options.seq_len,
+        heads=options.heads or options.kv_heads,
+        kv_heads=options.kv_heads,
+        dim=options.head_dim,
+        itemsize=DTYPES[options.dtype].itemsize,
+        layout=layout_name(options.layout),
+        band=options.mask,
+    )
+    if shape.heads % shape.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads, got {shape.heads} and {shape.kv_heads}")
+    found = candidates(shape, constants, options.memory * 2**30)
+    for line in table(shape, constants, found):
+        print(line)
+    if found[0].reason:
+        return 2
+    print("", *timeline(found[0]), sep="\n")
+    if options.png is not None:
+        draw(found, options.png)
     return 0
 
 
@@ -76,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
         "--documents", type=Path, metavar="FILE", help="lengths of packed documents; compares the layouts for them"
     )
     parser.add_argument("--prove", action="store_true", help="prove that the schedules of all ranks are right")
+    parser.add_argument("--nodes", type=int, metavar="N", help="compare all schedules for a machine of so many nodes")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="with --nodes (%(default)s)")
+    parser.add_argument("--heads", type=int, default=0, metavar="N", help="query heads, with --nodes (--kv-heads)")
+    parser.add_argument("--memory", type=float, default=0.0, metavar="GIB", help="most for buffers, with --nodes")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="JSON with measured constants, with --nodes")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the timelines there, with --nodes")
     parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="K/V heads, for the bytes (%(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="size of a head (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of keys and values (%(default)s)")
