@@ -34,10 +34,13 @@ ONE = tl.constexpr(1 << 16)
 MOST_TOKENS = 1 << 17
 """Most tokens a program takes: their groups are numbered below `ONE`."""
 
-TILE, WARPS, PIECE = 1024, 4, 128
-"""Tokens that a program bounds at once, its warps, and tokens that it scores exactly at once."""
-PER_PROCESSOR = 8
-"""Programs that a multiprocessor holds at a time; a program takes as many tiles as make one wave of all rows."""
+WARPS, PIECE = 4, 128
+"""Warps of a program, and tokens that it scores exactly at once."""
+SMALL, LARGE = (512, 12), (1024, 8)
+"""Tokens that a program bounds at once, and programs that a multiprocessor is given before programs take several tiles.
+With 16 rows the first took 10.5 us and the second 12.4 (H200); the second is what was measured with 64 and 256 rows."""
+SMALL_TOKENS = 1 << 22
+"""Up to so many tokens, over all rows, take the first."""
 
 
 @triton.jit
@@ -252,7 +255,7 @@ def draw_launch(
     keys: Tensor,
     ids: Tensor,
     status: Tensor,
-    tile: int = TILE,
+    tile: int = 0,
     warps: int = WARPS,
     wave: int = 0,
 ) -> Launch:
@@ -262,16 +265,17 @@ def draw_launch(
         part: `ringattn.vocab.Slice` of at least one row and one column.
         rows: `ringattn.vocab.Rows`.
         keys, ids, status: int64 (B,), written.
-        tile: tokens at once, a power of two from 128.
+        tile: tokens at once, a power of two from 128; 0 for what suits the shape.
         warps: warps a program.
         wave: programs to aim at by giving each enough tiles; 0 for what the device holds at a time.
     """
     (batch, width), cuda = part.logits.shape, keys.device.type == "cuda"
-    tile = min(tile, max(128, triton.next_power_of_2(width)))
+    best_tile, per_processor = SMALL if batch * width <= SMALL_TOKENS else LARGE
+    tile = min(tile or best_tile, max(128, triton.next_power_of_2(width)))
     tiles = triton.cdiv(part.start % 4 + width, tile)
     if not wave:
         processors = torch.cuda.get_device_properties(keys.device).multi_processor_count if cuda else 132
-        wave = processors * PER_PROCESSOR
+        wave = processors * per_processor
     pieces = min(triton.cdiv(batch * tiles, wave), MOST_TOKENS // tile)
     words = zeros(2 * batch, keys.device)
     args: dict[str, Any] = {
