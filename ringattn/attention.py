@@ -13,6 +13,7 @@ from torch import Tensor
 from ringattn.comm import NEEDS, OFF, ON, TRANSPORTS, VALIDATE, Group, Terms, get_comm, group_name, ring_place
 from ringattn.dispatch import check_choice, choose_backend
 from ringattn.header import CHECKS
+from ringattn.heads import check_heads
 from ringattn.layout import document_lengths, layout_name, shard_sizes
 from ringattn.mask import FULL, Band, as_band
 from ringattn.ops import Options, run_attention
@@ -48,6 +49,7 @@ def ring_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     schedule: str | None = None,
+    heads_degree: int = 1,
     transport: str | None = None,
     backend: str | None = None,
     grad_dtype: torch.dtype = torch.float32,
@@ -80,8 +82,11 @@ def ring_attention(
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them alone.
         sinks: (H,), a learned score a head that takes weight and gives no value; added once, after the last merge. Its
             gradient is this rank's part, as for every parameter.
-        schedule: "ring", "direct" (only needed rows move, straight from their owners) or "all_gather" (one exchange,
-            O(S) memory where the others take O(S / N)); None is "ring", or "direct" for packed documents.
+        schedule: "ring"; "ring_by_2" and "ring_by_4", with so many blocks a launch; "direct", where only needed rows move,
+            straight from their owners; "all_gather", one exchange with O(S) memory where the others take O(S / N).
+            None is "ring", or "direct" for packed documents.
+        heads_degree: so many neighbours swap heads for tokens before the ring and back after it (Ulysses; USP with a
+            ring around). It divides the ranks and H, and divides G or is a multiple of it; 1 swaps nothing.
         transport: "p2p", or "host" (through host memory over gloo); None chooses by device and group.
         backend: "triton", "cpu" or "reference"; None takes the first that can.
         grad_dtype: dtype in which gradients of keys and values travel. They are summed in float32 (float64 for
@@ -90,8 +95,8 @@ def ring_attention(
         validate: "always" compares options over the ranks before every call, "sampled" before some; None is "always",
             on NCCL "sampled".
         check: what is compared before a block of another rank is used: "header" (who sent it, at which step, of which
-            block, dtype and length), "checksum" (also the sum of its words), or "off"; None is "header" over gloo and
-            "off" over NCCL.
+            block, dtype and length), "checksum" (also the sum of its words), "finite" (also that no number is NaN or
+            infinite), or "off"; None is "header" over gloo and "off" over NCCL.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -121,6 +126,7 @@ def ring_attention(
         scale=scale,
         softcap=softcap,
         schedule=schedule,
+        heads_degree=heads_degree,
         transport=transport,
         backend=backend,
         grad_dtype=grad_dtype,
@@ -290,6 +296,7 @@ def _check_options(
     seq_len: int | None = None,
     documents: Sequence[int] | Tensor | None = None,
     schedule: str | None = None,
+    heads_degree: int = 1,
     transport: str | None = None,
     grad_dtype: torch.dtype = torch.float32,
     validate: str | None = None,
@@ -299,6 +306,10 @@ def _check_options(
     band = as_band(mask)
     softcap = 0.0 if softcap is None else _number("softcap", softcap)
     lengths = _lengths(query.shape[2], layout, seq_len, documents, group)
+    if isinstance(heads_degree, bool) or not isinstance(heads_degree, int) or heads_degree < 1:
+        raise ValueError(f"heads_degree must be an int of at least 1, got {heads_degree!r}")
+    if heads_degree > 1:
+        check_heads(query.shape[1], key.shape[1], heads_degree, ring_place(group)[1])
     return Options(
         layout=layout_name(layout),
         lo=band.lo,
@@ -308,6 +319,7 @@ def _check_options(
         scale=1 / math.sqrt(query.shape[3]) if scale is None else _number("scale", scale),
         softcap=softcap,
         schedule=schedule_name(schedule or ("ring" if len(lengths) == 1 else "direct")),
+        heads_degree=heads_degree,
         transport=check_choice("transport", transport, (None, *TRANSPORTS)) or "",
         backend=_backend_now(backend, query, key, value, softcap),
         grad_dtype=check_choice("grad_dtype", grad_dtype, GRAD_DTYPES),

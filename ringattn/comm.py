@@ -188,7 +188,7 @@ class Comm:
         guarded: Any = wire
         if level != "off":
             headers = P2P(self.control, self.ranks, HEADER_TAG)
-            guarded = Checked(wire, headers, call, checksum=level == "checksum", submit=self.helper.submit, eager=nccl)
+            guarded = Checked(wire, headers, call, level=level, submit=self.helper.submit, eager=nccl)
         elif not nccl:
             guarded = Unchecked(wire, self.helper.submit)
         return Exchange(HostStaged(guarded) if chosen == "host" else guarded, self.watch, call)

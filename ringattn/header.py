@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.transport import GRADS, KEYS, Message, Messages, Transport
+from ringattn.transport import GRADS, HEADS, KEYS, Message, Messages, Transport
 
-CHECKS = ("off", "header", "checksum")
-"""What is compared before a block is used: nothing, its header, or also the sum of its words."""
+CHECKS = ("off", "header", "checksum", "finite")
+"""What is compared before a block is used: nothing, its header, or also the sum of its words or that all are finite."""
 
 WORDS, SUM = 16, 10
 MAGIC = 0x72696E6761747431  # "ringatt1"
 HEADER_TAG = 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NAMES = ("forward", "backward")
-KINDS = (KEYS, GRADS)
+KINDS = (KEYS, GRADS, HEADS)
 
 
 class RingError(RuntimeError):
@@ -105,7 +105,7 @@ class Checked:
         wire: moves blocks.
         headers: moves headers between the same ranks.
         call: what the headers say of the ring.
-        checksum: also compare the sum of the words of every block.
+        level: of `CHECKS`, other than "off".
         submit: runs a task that waits for peers, such as on another thread, and returns what stands for its result.
         eager: post receives at once, without waiting for the header: NCCL starts a batch as a whole.
     """
@@ -116,11 +116,11 @@ class Checked:
         headers: Transport,
         call: Call,
         *,
-        checksum: bool = False,
+        level: str = "header",
         submit: Callable[[Callable[[], Any]], Pending] = Later,
         eager: bool = False,
     ) -> None:
-        self._wire, self._headers, self._call, self._checksum = wire, headers, call, checksum
+        self._wire, self._headers, self._call, self._level = wire, headers, call, level
         self._submit, self._eager = submit, eager
 
     @property
@@ -153,9 +153,9 @@ class Checked:
                 arriving.append(self._wire.post([], [message], step))
         for pending in arriving:
             self._wire.wait(pending)
-        if self._checksum and not self._eager:
+        if not self._eager:
             for message, (header, _) in zip(recvs, awaited, strict=True):
-                self._compare_sums(message, int(header[SUM]), step)
+                self._inspect(message, int(header[SUM]), step)
         self._headers.wait(announced)
         if not self._eager:
             self._wire.wait(data)
@@ -165,7 +165,7 @@ class Checked:
         call, tensor = self._call, message.tensor
         about = (call.rank, call.number, NAMES.index(call.name), step, call.digest)
         block = (message.block, KINDS.index(message.kind), tensor.numel(), DTYPES.index(tensor.dtype))
-        total = words_sum(tensor) if self._checksum else 0
+        total = words_sum(tensor) if self._level == "checksum" else 0
         said = (MAGIC, *about, *block, total, sum(message.peer == other.peer for other in sends))
         return torch.tensor((*said, *[0] * (WORDS - len(said))), dtype=torch.int64)
 
@@ -198,15 +198,21 @@ class Checked:
             if sent != wanted:
                 raise RingError(f"{where}: rank {peer} sends {what} {sent}, this rank expects {wanted}", peer)
 
-    def _compare_sums(self, message: Message, sent: int, step: int) -> None:
-        arrived = words_sum(message.tensor)
-        if arrived != sent:
-            raise RingError(
-                f"in {self._call} at ring step {step} of {self._call.steps}: the {message.kind} of rank "
-                f"{message.block} changed on the way from rank {message.peer}: checksum {sent:#x} sent, {arrived:#x} "
-                "arrived",
-                message.peer,
+    def _inspect(self, message: Message, sent: int, step: int) -> None:
+        """Look at the numbers that arrived, as far as the level says."""
+        what, culprit = f"the {message.kind} of rank {message.block}", message.peer
+        if self._level == "checksum" and (arrived := words_sum(message.tensor)) != sent:
+            trouble = f"changed on the way from rank {culprit}: checksum {sent:#x} sent, {arrived:#x} arrived"
+        elif self._level == "finite" and not (finite := message.tensor.isfinite()).all():
+            first = int(finite.logical_not().nonzero()[0])
+            culprit = message.block if message.kind == KEYS else message.peer
+            trouble = (
+                f"from rank {culprit} hold {message.tensor[first].item()} as number {first} of {finite.numel()} "
+                "(all keys, then all values)"
             )
+        else:
+            return
+        raise RingError(f"in {self._call} at ring step {step} of {self._call.steps}: {what} {trouble}", culprit)
 
 
 def _named(names: tuple[Any, ...], code: int) -> Any:

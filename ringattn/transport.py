@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-KEYS, GRADS = "keys and values", "gradients of keys and values"
+KEYS, GRADS, HEADS = "keys and values", "gradients of keys and values", "heads"
 
 
 class Message(NamedTuple):
@@ -23,7 +23,7 @@ class Message(NamedTuple):
         tensor: what is sent, or received into.
         peer: ring rank at the other end.
         block: ring rank that owns the block.
-        kind: KEYS or GRADS.
+        kind: KEYS, GRADS or HEADS.
     """
 
     tensor: Tensor
@@ -53,7 +53,7 @@ class PeerLost(RuntimeError):
     """A transfer failed; `peer` is the ring rank at its other end, None where that is not known."""
 
     def __init__(self, peer: int | None, cause: Exception) -> None:
-        super().__init__(str(cause))
+        super().__init__(str(cause).rpartition("pp:")[2].partition("] ")[2].partition(". ")[0] or str(cause))
         self.peer = peer
 
 
@@ -135,6 +135,32 @@ class Nowhere:
 
     def wait(self, pending: None) -> None:
         pass
+
+
+class Around:
+    """The transport of a ring of some ranks, every one that `ranks` names.
+
+    Args:
+        wire: the transport between all ranks.
+        ranks: which of them each rank of the smaller ring is.
+    """
+
+    def __init__(self, wire: Transport, ranks: Sequence[int]) -> None:
+        self._wire, self._ranks = wire, ranks
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._wire.sent_bytes
+
+    def post(self, sends: Messages, recvs: Messages, step: int = 0) -> Any:
+        return self._wire.post(self._renamed(sends), self._renamed(recvs), step)
+
+    def wait(self, pending: Any) -> None:
+        self._wire.wait(pending)
+
+    def _renamed(self, messages: Messages) -> list[Message]:
+        ranks = self._ranks
+        return [one._replace(peer=ranks[one.peer], block=ranks[one.block]) for one in messages]
 
 
 class Simulated:

@@ -72,7 +72,7 @@ def drive(culprit: int, step: int, *, direction="forward", schedule="ring", abov
                 Faulty(wire, step, below if rank == culprit else None),
                 wire.tagged(1),
                 call,
-                checksum=level == "checksum",
+                level=level,
             ),
             step,
             above if rank == culprit else None,
@@ -119,6 +119,22 @@ def test_a_bit_that_flips_on_the_way_fails_the_checksum_alone(direction):
             assert caught.value.culprit == culprit
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_that_are_not_finite_are_found_and_named(direction, value):
+    def spoil(sends: list[Message]) -> list[Message]:
+        tensor = sends[0].tensor.clone()
+        tensor[5] = float(value)
+        return [sends[0]._replace(tensor=tensor), *sends[1:]]
+
+    for culprit in range(WORLD):
+        words = f"the keys and values of rank {culprit} from rank {culprit} hold {value} as number 5 of 64"
+        with pytest.raises(RingError, match=words) as caught:
+            drive(culprit, 0, direction=direction, above=spoil, level="finite")
+        assert caught.value.culprit == culprit
+        drive(culprit, 0, direction=direction, above=spoil)
+
+
 def test_ranks_at_different_places():
     """A rank that is in another ring, at another step, or runs another schedule is told apart from one that is not."""
     expected = Message(torch.zeros(4), 1, 0, KEYS)
@@ -152,8 +168,10 @@ def test_a_header_with_any_word_broken_is_refused(word):
             return self.wire.post(sends, recvs, step)
 
     network = Simulated(2)
-    sender = Checked(network.rank(1), Breaks(network.rank(1).tagged(1), 0, None), Call(1, 1, "forward"), checksum=True)
-    receiver = Checked(network.rank(0), network.rank(0).tagged(1), Call(0, 1, "forward"), checksum=True)
+    sender = Checked(
+        network.rank(1), Breaks(network.rank(1).tagged(1), 0, None), Call(1, 1, "forward"), level="checksum"
+    )
+    receiver = Checked(network.rank(0), network.rank(0).tagged(1), Call(0, 1, "forward"), level="checksum")
     sender.post([Message(torch.ones(4), 0)], [])
     with pytest.raises(RingError, match="rank 1"):
         receiver.wait(receiver.post([], [Message(torch.zeros(4), 1)]))

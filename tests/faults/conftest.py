@@ -1,0 +1,6 @@
+"""The ranks that these tests start import the harness by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
