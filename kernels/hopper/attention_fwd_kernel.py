@@ -247,6 +247,22 @@ def _write(acc, peak, total, out, lse, at, rows, scale, out_strides, lse_strides
 
 
 @gluon.jit
+def _steps(
+    state, smem, bars, number, begin, span, round, last, limits, factors, WG: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """The blocks of a tile from step `begin` on, those with a mask first; `last`: no tile of the item comes after."""
+    first, count, full_from, full = span
+    masked = gl.maximum(count - full, begin)
+    stop = gl.where(last, count - 1, -1)  # the item's last block, after which its queries may be overwritten
+    for step in range(begin, masked):
+        b0 = block_at(step, span) * C.value.block_k
+        state = _step(state, smem, bars, number + step, round, step == stop, limits, b0, factors, WG, True, False, C)
+    for step in range(masked, count):
+        state = _step(state, smem, bars, number + step, round, step == stop, limits, 0, factors, WG, False, False, C)
+    return state
+
+
+@gluon.jit
 def _consumer(
     smem, bars, out, lse, table, tile, sizes, rows, factors, out_strides, lse_strides, WG: gl.constexpr,
     C: gl.constexpr,
@@ -264,34 +280,28 @@ def _consumer(
     at = (0, 0, 0)  # batch, head and first row of the item that the state holds
     for round in range(rounds_of(sizes)):
         batch, head, kv_head, block = item_of(round, sizes)
-        row, entry_begin, entry_end = entries_of(block, table, tile, C)
-        row += 64 * WG
-        for entry in range(entry_begin, entry_end):
-            here = tile_of(entry, table, tile, sizes[2], C)
-            span = key_blocks(row - 64 * WG, here, C)
-            first, count, full_from, full = span
-            limits = limits_of(row, here, span, C)
-            masked = gl.maximum(count - full, 1)
-            begin = number
-            stop = number + count - 1  # the item's last block, after which its queries may be overwritten
-            if not C.value.single:
-                stop = gl.where(entry == entry_end - 1, stop, -1)
-            if entry == entry_begin:
-                begin += 1
-                done = state[2]
-                b0 = block_at(0, span) * C.value.block_k
-                state = _step(state, smem, bars, number, round, number == stop, limits, b0, factors, WG, True, True, C)
-                if round > 0:
-                    _write(state[0], done, state[4], out, lse, at, rows, factors[2], out_strides, lse_strides, C)
-                acc = gl.full([64, C.value.v_width], 0.0, gl.float32, o_layout)
-                state = (acc, state[1], state[2], state[3], state[4])
-            at = (batch, head, row)
-            for index in range(begin, number + masked):
-                b0 = block_at(index - number, span) * C.value.block_k
-                state = _step(state, smem, bars, index, round, index == stop, limits, b0, factors, WG, True, False, C)
-            for index in range(number + masked, number + count):
-                state = _step(state, smem, bars, index, round, index == stop, limits, 0, factors, WG, False, False, C)
-            number += count
+        row, entry, end = entries_of(block, table, tile, C)
+        here = tile_of(entry, table, tile, sizes[2], C)
+        span = key_blocks(row, here, C)
+        limits = limits_of(row + 64 * WG, here, span, C)
+        b0 = block_at(0, span) * C.value.block_k
+        only = (entry == end - 1) & (span[1] == 1)
+        done = state[2]
+        state = _step(state, smem, bars, number, round, only, limits, b0, factors, WG, True, True, C)
+        if round > 0:
+            _write(state[0], done, state[4], out, lse, at, rows, factors[2], out_strides, lse_strides, C)
+        acc = gl.full([64, C.value.v_width], 0.0, gl.float32, o_layout)
+        state = (acc, state[1], state[2], state[3], state[4])
+        at = (batch, head, row + 64 * WG)
+        state = _steps(state, smem, bars, number, 1, span, round, entry == end - 1, limits, factors, WG, C)
+        number += span[1]
+        if not C.value.single:
+            for later in range(entry + 1, end):
+                here = tile_of(later, table, tile, sizes[2], C)
+                span = key_blocks(row, here, C)
+                limits = limits_of(row + 64 * WG, here, span, C)
+                state = _steps(state, smem, bars, number, 0, span, round, later == end - 1, limits, factors, WG, C)
+                number += span[1]
     slot = (number - 1) % C.value.v_stages
     mbarrier.wait(bars[2].index(slot), (number - 1) // C.value.v_stages & 1)
     acc, operand = _issue_values(state[1], state[0], smem[4], slot, C)
