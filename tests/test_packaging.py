@@ -50,17 +50,16 @@ def test_an_installed_package_of_that_name_wins(name: str, tmp_path: Path) -> No
     assert python(code, "-I", folder=tmp_path) == str(tmp_path / name / "__init__.py")
 
 
-def linked_code() -> list[Path]:
-    """The Python files of the linked folders, those under version control where there is any."""
-    found = [path.relative_to(ROOT) for name in LINKED for path in sorted((ROOT / name).rglob("*.py"))]
-    listed = subprocess.run(["git", "ls-files", *LINKED], cwd=ROOT, capture_output=True, text=True)
+def code(*folders: str) -> list[Path]:
+    """The Python files of some folders, those under version control where there is any."""
+    found = [path.relative_to(ROOT) for name in folders for path in sorted((ROOT / name).rglob("*.py"))]
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True)
     return [path for path in found if listed.returncode or path.as_posix() in listed.stdout.splitlines()]
 
 
 @needs_toml
 def test_every_folder_with_code_is_in_the_package_list() -> None:
-    folders = {Path("ringattn", path.parent) for path in linked_code()}
-    folders |= {path.parent.relative_to(ROOT) for path in (ROOT / "ringattn").rglob("*.py")}
+    folders = {Path("ringattn", path.parent) for path in code(*LINKED)} | {path.parent for path in code("ringattn")}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) >= {".".join(folder.parts) for folder in folders}
 
 
@@ -82,7 +81,7 @@ def test_a_wheel_holds_the_linked_code_and_the_type_marker(tmp_path: Path) -> No
     built = python("from setuptools.build_meta import build_wheel; print(build_wheel('.'))", folder=source)
     files = set(zipfile.ZipFile(source / built.splitlines()[-1]).namelist())
     expected = {"ringattn/py.typed", "ringattn/backends/reference.py", "ringattn/launch/cli.py"}
-    expected |= {f"ringattn/{path.as_posix()}" for path in linked_code()}
+    expected |= {f"ringattn/{path.as_posix()}" for path in code(*LINKED)}
     assert expected <= files
     assert {name.split("/")[0].split("-")[0] for name in files} == {"ringattn"}
 
