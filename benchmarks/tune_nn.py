@@ -90,24 +90,21 @@ def softmax_candidates(device: str, rows: int, columns: int, backward: bool) -> 
     if backward and device != "meta":
         x = torch.softmax(x, -1)
     tiles = [
-        SoftmaxConfig(1, block, warps, per)
+        SoftmaxConfig(1, block, warps)
         for block in (2048, 4096, 8192, 16384, 32768)
-        for warps in (4, 8, 16)
-        for per in (1, 2, 3, 4, 6, 8)
-        if 8 <= block // warps // 32 <= (32 if backward else 64) and 12 <= per * warps <= 32
+        for warps in (4, 8, 16, 32)
+        if 8 <= block // warps // 32 <= (32 if backward else 64)
     ]
     for config in tiles:
-        programs = softmax.programs_at_once(x, config)
-        if not programs:
+        if len(softmax.phases(x, config.block)) > 1:
             continue
         out = torch.empty_like(x)
         words = torch.empty(rows * (columns // config.block) + 1, dtype=torch.int64, device=device)
+        both: dict[str, Any] = dict(temperature=1.0, config=config, publish=True, write=True)
         if backward:
-            launch = softmax_bwd.long_backward_launch(
-                dy, x, out, words, temperature=1.0, config=config, programs=programs
-            )
+            launch = softmax_bwd.long_backward_launch(dy, x, out, words, **both)
         else:
-            launch = softmax.long_forward_launch(x, None, out, words, temperature=1.0, config=config, programs=programs)
+            launch = softmax.long_forward_launch(x, None, out, words, **both)
 
         def run(launch: Launch = launch, words: Tensor = words) -> None:
             words.zero_()
@@ -169,8 +166,8 @@ GROUPS: dict[str, tuple[Callable[[str], Iterator[Candidate]], float]] = {
 """What is tuned, with the bytes that one call must move."""
 
 
-def tune(name: str) -> Any:
-    """Check the tiles of a group against its first one, time them, print the best six, and return the best."""
+def tune(name: str) -> None:
+    """Check the tiles of a group against its first one, time them, and print the best six."""
     make, size = GROUPS[name]
     runs: dict[Any, Any] = {}
     expected = None
@@ -199,7 +196,6 @@ def tune(name: str) -> Any:
             f"    {candidate:<64} {times[candidate] * 1e6:7.1f} us {rate / 1e12:.2f} TB/s {rate / copied:.3f} of copy"
         )
     sys.stdout.flush()
-    return min(times, key=lambda n: times[n])
 
 
 def _key(launch: Launch) -> str:

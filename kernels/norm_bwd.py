@@ -224,7 +224,7 @@ def norm_backward(
     dy, x = rows_of(dy)[0], rows_of(x)[0]
     dsummed = None if dsummed is None else rows_of(dsummed)[0]
     weight = None if weight is None else weight.contiguous()
-    config = config or choose_config(columns, backward=True)
+    config = config or choose_config(x, stats.shape[1] == 3, backward=True)
     rows = x.numel() // columns
     tiles, long = triton.cdiv(rows, config.rows), config.block < columns
     most = processors(x)
@@ -293,7 +293,7 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         columns = x.shape[1]
         sums = torch.empty(256, columns, device="meta")
         dweight, dbias = None if weight is None else sums, None if bias is None else sums
-        config = choose_config(columns, backward=True)
+        config = choose_config(x, stats.shape[1] == 3, backward=True)
         launch = backward_launch(x, residual, x, weight, stats, x, dweight, dbias, config=config, programs=256)
         yield CompileCase(name, launch, spill_bytes=8)  # of float32 LayerNorm at the longest row
         if config.block < columns and weight is not None:

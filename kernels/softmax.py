@@ -4,14 +4,11 @@ A row with m its maximum and l = sum exp((x - m) / T) has log-sum-exp m / T + lo
 into the state of both (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv 1805.02867). A
 row without a finite logit has m = -inf, l = 0 and softmax 0.
 
-Rows that fit stay in the registers of one program. Longer rows are cut into chunks. A program takes a chunk, publishes
-its state as one 64-bit word that is never 0, takes and publishes the next one, and only then waits for the words of the
-first one's row, merges them in a fixed order and writes: x is read once, the wait is short, and results do not vary.
-
-That must not hang. Chunks are taken in order and published without a wait, so a program waits only for chunks of the
-newest row that nobody has taken yet. Each program holds two, so at most half as many programs as a row has chunks
-wait for those; any other takes them. Where fewer programs run at once than a row has chunks, or one at a time (the
-interpreter), publishing and writing are two launches.
+Rows that fit stay in the registers of one program. Longer rows are cut into chunks, one a program. Each publishes its
+state as one 64-bit word that is never 0, waits for the words of its row's other chunks, merges all of them in the same
+order and writes: x is read once, and results do not vary. A chunk is numbered by the order in which programs start, so
+at most the newest row waits for programs that have not started yet; where fewer programs fit on the card than a row
+has chunks, or nothing runs at the same time (the interpreter), the two halves are two launches.
 """
 
 from collections.abc import Iterator
@@ -29,6 +26,9 @@ LOG2E = 1.4426950408889634
 LONGEST_FORWARD = 16384
 LONGEST_BACKWARD = 8192
 """Columns up to which a row stays in the registers of one program."""
+
+MOST_CHUNKS = 64
+"""Chunks of a row that wait for one another on a card of 132 multiprocessors (`phases`)."""
 
 
 @triton.jit
@@ -53,12 +53,6 @@ def wait_for_words(at, inside):
     while tl.min((words != 0).to(tl.int32), 0) == 0:
         words = tl.load(at, mask=inside, other=1, volatile=True)
     return words
-
-
-@triton.jit
-def next_item(words, items):
-    """The number of the next chunk that no program has taken; the count follows the words."""
-    return tl.atomic_add(words + items, 1, sem="relaxed").to(tl.int32)
 
 
 @triton.jit
@@ -93,66 +87,31 @@ def _softmax_fwd_kernel(
 
 
 @triton.jit
-def _publish(value, words, item, exp_scale):
-    """Store the state of a chunk as a word."""
-    peak = tl.max(value, 0)
-    weight = tl.exp2((value - tl.where(peak == -float("inf"), 0.0, peak)) * exp_scale)
-    tl.atomic_xchg(words + item, _pack(peak, tl.sum(weight, 0)), sem="relaxed")
-
-
-@triton.jit
-def _write(value, y, words, item, columns, chunks, exp_scale, BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Store the softmax of a chunk, once its row's other chunks have published."""
-    row = item // chunks
-    column = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.arange(0, WORDS)
-    peak, total = _merge(wait_for_words(words + row * chunks + word, word < chunks), word < chunks, exp_scale)
-    weight = tl.exp2((value - tl.where(peak == -float("inf"), 0.0, peak)) * exp_scale)
-    result = weight / tl.where(total == 0, 1.0, total)
-    tl.store(y + row.to(tl.int64) * columns + column, result.to(y.dtype.element_ty), mask=column < columns)
-
-
-@triton.jit
-def _load_chunk(x, mask, item, columns, chunks, x_rows, mask_rows, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    row = item // chunks
-    column = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
-    x += row_starts(row, x_rows) + column
-    return load_logits(x, mask + row_starts(row, mask_rows) + column, column < columns, MASKED)
-
-
-@triton.jit
-def _softmax_chunk_fwd_kernel(
-    x, mask, y, words, items, columns, chunks, exp_scale, x_rows, mask_rows,
-    BLOCK: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr, WRITE: tl.constexpr,
-):  # fmt: skip
-    """A chunk of a row: publish its state or, in a later launch, write its softmax."""
-    item = tl.program_id(0)
-    value = _load_chunk(x, mask, item, columns, chunks, x_rows, mask_rows, BLOCK, MASKED)
-    if WRITE:
-        _write(value, y, words, item, columns, chunks, exp_scale, BLOCK, WORDS)
-    else:
-        _publish(value, words, item, exp_scale)
-
-
-@triton.jit
 def _softmax_long_fwd_kernel(
-    x, mask, y, words, items, columns, chunks, exp_scale, x_rows, mask_rows,
-    BLOCK: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr,
+    x, mask, y, words, columns, chunks, exp_scale, x_rows, mask_rows,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr, MASKED: tl.constexpr, PUBLISH: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of rows, taken one after another; the next is read and published before the last is waited for."""
-    item = next_item(words, items)
-    if item < items:
-        value = _load_chunk(x, mask, item, columns, chunks, x_rows, mask_rows, BLOCK, MASKED)
-        _publish(value, words, item, exp_scale)
-        while item < items:
-            later = next_item(words, items)
-            later_value = value
-            if later < items:
-                later_value = _load_chunk(x, mask, later, columns, chunks, x_rows, mask_rows, BLOCK, MASKED)
-                _publish(later_value, words, later, exp_scale)
-            _write(value, y, words, item, columns, chunks, exp_scale, BLOCK, WORDS)
-            item = later
-            value = later_value
+    """A chunk of a row: publish its state, write its softmax, or both in one launch."""
+    if PUBLISH and WRITE:
+        item = tl.atomic_add(words + tl.num_programs(0), 1, sem="relaxed").to(tl.int32)
+    else:
+        item = tl.program_id(0)
+    row = item // chunks
+    column = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = load_logits(
+        x + row_starts(row, x_rows) + column, mask + row_starts(row, mask_rows) + column, inside, MASKED
+    )
+    if PUBLISH:
+        peak = tl.max(value, 0)
+        weight = tl.exp2((value - tl.where(peak == -float("inf"), 0.0, peak)) * exp_scale)
+        tl.atomic_xchg(words + item, _pack(peak, tl.sum(weight, 0)), sem="relaxed")
+    if WRITE:
+        word = tl.arange(0, WORDS)
+        peak, total = _merge(wait_for_words(words + row * chunks + word, word < chunks), word < chunks, exp_scale)
+        weight = tl.exp2((value - tl.where(peak == -float("inf"), 0.0, peak)) * exp_scale)
+        result = weight / tl.where(total == 0, 1.0, total)
+        tl.store(y + row.to(tl.int64) * columns + column, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -168,31 +127,37 @@ def _merge_kernel(words, peaks, totals, chunks, exp_scale, WORDS: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxConfig:
-    """Rows and columns of a tile, warps, and for long rows programs a multiprocessor."""
+    """Rows and columns of a tile, and warps."""
 
     rows: int
     block: int
     num_warps: int
-    per_processor: int = 1
 
 
 def choose_config(columns: int, backward: bool) -> SoftmaxConfig:
-    """Whole rows up to the longest that fits one program, chunks of a row beyond."""
+    """Whole rows up to the longest that fits one program, chunks of a row beyond.
+
+    The chunks are the fastest of `benchmarks/tune_nn.py` on an H200 at 128k columns, and at 1M columns, where smaller
+    ones are too many to wait for one another.
+    """
     longest = LONGEST_BACKWARD if backward else LONGEST_FORWARD
-    block = min(power_of_two(max(columns, 16)), longest)
+    if columns > longest:
+        if backward:
+            return SoftmaxConfig(1, 4096, 4) if columns <= 4096 * MOST_CHUNKS else SoftmaxConfig(1, 16384, 16)
+        return SoftmaxConfig(1, 8192, 4) if columns <= 8192 * MOST_CHUNKS else SoftmaxConfig(1, 16384, 8)
+    block = power_of_two(max(columns, 16))
     rows = max(1, (1024 if backward else 2048) // block)
     return SoftmaxConfig(rows, block, max(1, min(16, rows * block // (512 if backward else 1024))))
 
 
-def programs_at_once(x: Tensor, config: SoftmaxConfig) -> int:
-    """How many programs share the chunks of long rows in one launch; 0 where publishing and writing must be two.
+def phases(x: Tensor, block: int) -> tuple[tuple[bool, bool], ...]:
+    """What the launches over chunks do, as (publish, write): one does both where a row's chunks run at the same time.
 
-    At 128 registers a thread a multiprocessor runs 16 warps at once, so many that a row's chunks can wait for another.
+    With room for twice as many programs as a row has chunks, one on each multiprocessor, they do.
     """
-    running = processors(x) * max(1, 16 // config.num_warps)
-    if x.is_cpu or triton.cdiv(x.shape[-1], config.block) > running:
-        return 0
-    return processors(x) * config.per_processor
+    if not x.is_cpu and 2 * triton.cdiv(x.shape[-1], block) <= processors(x):
+        return ((True, True),)
+    return ((True, False), (False, True))
 
 
 def forward_launch(
@@ -231,32 +196,34 @@ def long_forward_launch(
     *,
     temperature: float,
     config: SoftmaxConfig,
-    programs: int = 0,
-    write: bool = False,
+    publish: bool,
+    write: bool,
 ) -> Launch:
-    """The launch over chunks of rows: by so many programs at once, or one that publishes states or writes."""
+    """The launch over chunks of rows that publishes states, writes the softmax, or does both at once."""
     columns = x.shape[-1]
     chunks = triton.cdiv(columns, config.block)
-    items = x.numel() // columns * chunks
     x_rows = rows_of(x)[1]
-    args = dict(
-        x=x,
-        mask=x if mask is None else mask,
-        y=y,
-        words=words,
-        items=items,
-        columns=columns,
-        chunks=chunks,
-        exp_scale=LOG2E / temperature,
-        x_rows=x_rows,
-        mask_rows=x_rows if mask is None else rows_of(mask)[1],
-        BLOCK=config.block,
-        WORDS=power_of_two(chunks),
-        MASKED=mask is not None,
+    return Launch(
+        _softmax_long_fwd_kernel,
+        (x.numel() // columns * chunks,),
+        dict(
+            x=x,
+            mask=x if mask is None else mask,
+            y=y,
+            words=words,
+            columns=columns,
+            chunks=chunks,
+            exp_scale=LOG2E / temperature,
+            x_rows=x_rows,
+            mask_rows=x_rows if mask is None else rows_of(mask)[1],
+            BLOCK=config.block,
+            WORDS=power_of_two(chunks),
+            MASKED=mask is not None,
+            PUBLISH=publish,
+            WRITE=write,
+        ),
+        dict(num_warps=config.num_warps),
     )
-    if programs:
-        return Launch(_softmax_long_fwd_kernel, (min(programs, items),), args, dict(num_warps=config.num_warps))
-    return Launch(_softmax_chunk_fwd_kernel, (items,), args | {"WRITE": write}, dict(num_warps=config.num_warps))
 
 
 def softmax_forward(
@@ -281,9 +248,9 @@ def softmax_forward(
     if config.block >= x.shape[-1]:
         forward_launch(x, mask, y, temperature=temperature, config=config)()
         return y
-    words, programs = new_words(x, config.block), programs_at_once(x, config)
-    for write in (False,) if programs else (False, True):
-        long_forward_launch(x, mask, y, words, temperature=temperature, config=config, programs=programs, write=write)()
+    words = new_words(x, config.block)
+    for publish, write in phases(x, config.block):
+        long_forward_launch(x, mask, y, words, temperature=temperature, config=config, publish=publish, write=write)()
     return y
 
 
@@ -310,7 +277,7 @@ def softmax_state(
     x, mask = rows_of(x)[0], None if mask is None else rows_of(mask)[0]
     config = config or choose_config(x.shape[-1], backward=False)
     words = new_words(x, config.block)
-    long_forward_launch(x, mask, x, words, temperature=temperature, config=config)()
+    long_forward_launch(x, mask, x, words, temperature=temperature, config=config, publish=True, write=False)()
     chunks = triton.cdiv(x.shape[-1], config.block)
     _merge_kernel[(peaks.numel(),)](
         words, peaks, totals, chunks, LOG2E / temperature, WORDS=power_of_two(chunks), num_warps=1
@@ -336,8 +303,8 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
             yield CompileCase(name, forward_launch(x, mask, x, temperature=1.0))
             continue
         words = torch.empty(1, dtype=torch.int64, device="meta")
-        for suffix, programs, write in (("", 264, False), ("-publish", 0, False), ("-write", 0, True)):
+        for publish, write in ((True, True), (True, False), (False, True)):
             launch = long_forward_launch(
-                x, mask, x, words, temperature=1.0, config=config, programs=programs, write=write
+                x, mask, x, words, temperature=1.0, config=config, publish=publish, write=write
             )
-            yield CompileCase(name + suffix, launch)
+            yield CompileCase(f"{name}{'-publish' * publish}{'-write' * write}", launch)

@@ -19,8 +19,7 @@ from ringattn.kernels.softmax import (
     choose_config,
     load_logits,
     new_words,
-    next_item,
-    programs_at_once,
+    phases,
     softmax_variants,
     wait_for_words,
 )
@@ -44,70 +43,30 @@ def _softmax_bwd_kernel(
 
 
 @triton.jit
-def _load_chunk(dy, y, item, columns, chunks, dy_rows, y_rows, BLOCK: tl.constexpr):
-    """(gradient, softmax) of a chunk, in the inputs' dtype."""
-    row = item // chunks
-    column = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
-    grad = tl.load(dy + row_starts(row, dy_rows) + column, mask=column < columns, other=0.0)
-    return grad, tl.load(y + row_starts(row, y_rows) + column, mask=column < columns, other=0.0)
-
-
-@triton.jit
-def _publish(grad, weight, words, item):
-    """Store the sum of a chunk as a word."""
-    weight = weight.to(tl.float32)
-    total = tl.sum(weight * tl.where(weight == 0, 0.0, grad.to(tl.float32)), 0)
-    bits = total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    tl.atomic_xchg(words + item, bits | (1 << 32), sem="relaxed")
-
-
-@triton.jit
-def _write(grad, weight, dx, words, item, columns, chunks, scale, BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Store the gradient of a chunk, once its row's other chunks have published."""
-    row = item // chunks
-    column = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.arange(0, WORDS)
-    seen = wait_for_words(words + row * chunks + word, word < chunks)
-    total = tl.sum(tl.where(word < chunks, seen.to(tl.int32).to(tl.float32, bitcast=True), 0.0), 0)
-    weight = weight.to(tl.float32)
-    result = tl.where(weight == 0, 0.0, weight * (grad.to(tl.float32) - total) * scale)
-    tl.store(dx + row.to(tl.int64) * columns + column, result.to(dx.dtype.element_ty), mask=column < columns)
-
-
-@triton.jit
-def _softmax_chunk_bwd_kernel(
-    dy, y, dx, words, items, columns, chunks, scale, dy_rows, y_rows,
-    BLOCK: tl.constexpr, WORDS: tl.constexpr, WRITE: tl.constexpr,
-):  # fmt: skip
-    """A chunk of a row: publish its sum or, in a later launch, write its gradient."""
-    item = tl.program_id(0)
-    grad, weight = _load_chunk(dy, y, item, columns, chunks, dy_rows, y_rows, BLOCK)
-    if WRITE:
-        _write(grad, weight, dx, words, item, columns, chunks, scale, BLOCK, WORDS)
-    else:
-        _publish(grad, weight, words, item)
-
-
-@triton.jit
 def _softmax_long_bwd_kernel(
-    dy, y, dx, words, items, columns, chunks, scale, dy_rows, y_rows, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    dy, y, dx, words, columns, chunks, scale, dy_rows, y_rows,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr, PUBLISH: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Chunks of rows, taken one after another; the next is read and published before the last is waited for."""
-    item = next_item(words, items)
-    if item < items:
-        grad, weight = _load_chunk(dy, y, item, columns, chunks, dy_rows, y_rows, BLOCK)
-        _publish(grad, weight, words, item)
-        while item < items:
-            later = next_item(words, items)
-            later_grad = grad
-            later_weight = weight
-            if later < items:
-                later_grad, later_weight = _load_chunk(dy, y, later, columns, chunks, dy_rows, y_rows, BLOCK)
-                _publish(later_grad, later_weight, words, later)
-            _write(grad, weight, dx, words, item, columns, chunks, scale, BLOCK, WORDS)
-            item = later
-            grad = later_grad
-            weight = later_weight
+    """A chunk of a row: publish its sum, write its gradient, or both in one launch."""
+    if PUBLISH and WRITE:
+        item = tl.atomic_add(words + tl.num_programs(0), 1, sem="relaxed").to(tl.int32)
+    else:
+        item = tl.program_id(0)
+    row = item // chunks
+    column = (item % chunks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    weight = tl.load(y + row_starts(row, y_rows) + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(dy + row_starts(row, dy_rows) + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.where(weight == 0, 0.0, grad)
+    if PUBLISH:
+        bits = tl.sum(weight * grad, 0).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        tl.atomic_xchg(words + item, bits | (1 << 32), sem="relaxed")
+    if WRITE:
+        word = tl.arange(0, WORDS)
+        seen = wait_for_words(words + row * chunks + word, word < chunks)
+        total = tl.sum(tl.where(word < chunks, seen.to(tl.int32).to(tl.float32, bitcast=True), 0.0), 0)
+        result = tl.where(weight == 0, 0.0, weight * (grad - total) * scale)
+        tl.store(dx + row.to(tl.int64) * columns + column, result.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -164,30 +123,32 @@ def long_backward_launch(
     *,
     temperature: float,
     config: SoftmaxConfig,
-    programs: int = 0,
-    write: bool = False,
+    publish: bool,
+    write: bool,
 ) -> Launch:
-    """The launch over chunks of rows: by so many programs at once, or one that publishes sums or writes."""
+    """The launch over chunks of rows that publishes their sums, writes the gradient, or does both at once."""
     columns = y.shape[-1]
     chunks = triton.cdiv(columns, config.block)
-    items = y.numel() // columns * chunks
-    args = dict(
-        dy=dy,
-        y=y,
-        dx=dx,
-        words=words,
-        items=items,
-        columns=columns,
-        chunks=chunks,
-        scale=1.0 / temperature,
-        dy_rows=rows_of(dy)[1],
-        y_rows=rows_of(y)[1],
-        BLOCK=config.block,
-        WORDS=power_of_two(chunks),
+    return Launch(
+        _softmax_long_bwd_kernel,
+        (y.numel() // columns * chunks,),
+        dict(
+            dy=dy,
+            y=y,
+            dx=dx,
+            words=words,
+            columns=columns,
+            chunks=chunks,
+            scale=1.0 / temperature,
+            dy_rows=rows_of(dy)[1],
+            y_rows=rows_of(y)[1],
+            BLOCK=config.block,
+            WORDS=power_of_two(chunks),
+            PUBLISH=publish,
+            WRITE=write,
+        ),
+        dict(num_warps=config.num_warps),
     )
-    if programs:
-        return Launch(_softmax_long_bwd_kernel, (min(programs, items),), args, dict(num_warps=config.num_warps))
-    return Launch(_softmax_chunk_bwd_kernel, (items,), args | {"WRITE": write}, dict(num_warps=config.num_warps))
 
 
 def softmax_backward(dy: Tensor, y: Tensor, *, temperature: float = 1.0, config: SoftmaxConfig | None = None) -> Tensor:
@@ -210,9 +171,9 @@ def softmax_backward(dy: Tensor, y: Tensor, *, temperature: float = 1.0, config:
     if config.block >= y.shape[-1]:
         backward_launch(dy, y, dx, temperature=temperature, config=config)()
         return dx
-    words, programs = new_words(y, config.block), programs_at_once(y, config)
-    for write in (False,) if programs else (False, True):
-        long_backward_launch(dy, y, dx, words, temperature=temperature, config=config, programs=programs, write=write)()
+    words = new_words(y, config.block)
+    for publish, write in phases(y, config.block):
+        long_backward_launch(dy, y, dx, words, temperature=temperature, config=config, publish=publish, write=write)()
     return dx
 
 
@@ -288,8 +249,8 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         if backward.block >= x.shape[1]:
             yield CompileCase(name, backward_launch(x, x, x, temperature=1.0))
             continue
-        for suffix, programs, write in (("", 264, False), ("-publish", 0, False), ("-write", 0, True)):
+        for publish, write in ((True, True), (True, False), (False, True)):
             launch = long_backward_launch(
-                x, x, x, words, temperature=1.0, config=backward, programs=programs, write=write
+                x, x, x, words, temperature=1.0, config=backward, publish=publish, write=write
             )
-            yield CompileCase(name + suffix, launch)
+            yield CompileCase(f"{name}{'-publish' * publish}{'-write' * write}", launch)
