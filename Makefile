@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: verify test check compile clean
+.PHONY: verify test faults check compile clean
 
 # The main job: 4 CPU ranks give what one rank gives, forward and backward.
 verify: $(INSTALLED)
@@ -14,6 +14,10 @@ verify: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest -n 2
+
+# Every fault of every kind, on four real ranks: none may be silent, hang or leave its culprit unnamed.
+faults: $(INSTALLED)
+	$(BIN)/python tests/faults/table.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ frozen; otherwise the one that has come least far is behind. Who times out first
 """
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -20,10 +21,16 @@ from ringattn.header import Call, RingError, digest_of
 from ringattn.recorder import Place, recorder
 from ringattn.transport import PeerLost
 
+logger = logging.getLogger(__name__)
+
 LAP = 0.2  # seconds between two looks at the store, while waiting
 ASK_AFTER, TELL_AFTER = 0.4, 1.0
 GRACE = 1.5  # a lost connection is often a consequence: time for the cause to be told
 ANSWER = 3.0  # the store must answer within
+
+
+class StoreLost(RuntimeError):
+    """The store does not answer; who is to blame can then be told from the connections alone."""
 
 
 class Task:
@@ -98,15 +105,17 @@ class Control:
         self.rank, self.world, self.limit = rank, world, limit
         self.broken: RingError | None = None
         self._store, self._prefix, self._group = store, f"ringattn/{group}/", digest_of(group)
-        self._told = False
+        self._told = self._alone = False
+        self._awaited: tuple[int, ...] = ()
         self._asking = Helper()
         self._call = Call(rank, 0, "")
         self._place = Place(0, "", 0, 0, "outside", time.time())
         store.set(f"{self._prefix}name/{rank}", f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})")
 
-    def mark(self, call: Call, step: int, phase: str) -> None:
-        """Write down where this rank is."""
+    def mark(self, call: Call, step: int, phase: str, awaited: tuple[int, ...] | None = None) -> None:
+        """Write down where this rank is, and what ranks it now needs something from."""
         self._call = call
+        self._awaited = self._awaited if awaited is None else awaited
         self._place = recorder.mark(self._group, call.number, call.name, step, call.steps, phase)
         self._told = False
 
@@ -120,10 +129,14 @@ class Control:
         Raises:
             RingError: another rank failed, or time is up.
         """
-        if waited > ASK_AFTER:
-            self._raise_if_told()
-        if waited > TELL_AFTER and not self._told:
-            self._tell_place()
+        try:
+            if waited > ASK_AFTER and not self._alone:
+                self._raise_if_told()
+                if waited > TELL_AFTER and not self._told:
+                    self._tell_place()
+        except StoreLost as error:
+            logger.warning("%s; the ring goes on without it", error)
+            self._alone = True
         if waited > self.limit:
             raise self._settle(self._behind(f"rank {self.rank} waited for {waited:.1f} s (limit {self.limit:g} s)"))
 
@@ -153,6 +166,8 @@ class Control:
             while time.monotonic() - begin < GRACE:
                 self._raise_if_told()
                 time.sleep(LAP)
+        except StoreLost:
+            self._alone = True
         except RingError as told:
             return told
         what = f"rank {self.rank} lost a connection"
@@ -162,11 +177,13 @@ class Control:
 
     def _behind(self, what: str) -> tuple[int | None, str]:
         """Who holds the others up, from what they wrote."""
-        places: dict[int, Place] = {}
-        for rank in range(self.world):
-            said = self._place if rank == self.rank else self._get(f"place/{rank}")
-            if said is not None:
-                places[rank] = said if isinstance(said, Place) else Place(**json.loads(said))
+        try:
+            told = {rank: self._get(f"place/{rank}") for rank in range(self.world) if rank != self.rank}
+        except StoreLost as error:
+            ranks = ", ".join(map(str, self._awaited)) or "all"
+            return (self._awaited or (None,))[0], f"{what} for something from rank {ranks} ({error})"
+        places = {rank: Place(**json.loads(said)) for rank, said in told.items() if said is not None}
+        places[self.rank] = self._place
         silent = [rank for rank in range(self.world) if rank not in places]
         if silent:
             names = ", ".join(self._who(rank) for rank in silent)
@@ -183,7 +200,7 @@ class Control:
         record = json.dumps({"culprit": culprit, "text": text, "by": self.rank})
         try:
             record = self._ask(lambda: self._store.compare_set(f"{self._prefix}abort", "", record)).decode()
-        except RingError as lost:
+        except StoreLost as lost:
             text = f"{text} ({lost})"
             record = json.dumps({"culprit": culprit, "text": text, "by": self.rank})
         return self._error(json.loads(record))
@@ -208,7 +225,7 @@ class Control:
     def _who(self, rank: int) -> str:
         try:
             return self._get(f"name/{rank}") or f"rank {rank}"
-        except RingError:
+        except StoreLost:
             return f"rank {rank}"
 
     def _get(self, key: str) -> str | None:
@@ -223,16 +240,16 @@ class Control:
         """The store's answer.
 
         Raises:
-            RingError: it gave none, or none in time.
+            StoreLost: it gave none, or none in time.
         """
         task = self._asking.submit(call)
         if not task.finished(ANSWER):
             self._asking = Helper()
-            raise RingError(f"the store of the process group did not answer rank {self.rank} within {ANSWER} s")
+            raise StoreLost(f"the store of the process group did not answer rank {self.rank} within {ANSWER} s")
         try:
             return task.result()
         except RuntimeError as error:
-            raise RingError(f"rank {self.rank} lost the store of the process group ({error})") from error
+            raise StoreLost(f"rank {self.rank} lost the store of the process group ({error})") from error
 
 
 class Exchange:
@@ -252,7 +269,7 @@ class Exchange:
         return self._wire.sent_bytes
 
     def post(self, sends: Any, recvs: Any, step: int = 0) -> Any:
-        self._control.mark(self._call, step, "computing")
+        self._control.mark(self._call, step, "computing", tuple(sorted({message.peer for message in recvs})))
         return step, self._wire.post(sends, recvs, step)
 
     def wait(self, pending: Any) -> None:
