@@ -31,10 +31,10 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "pairs"), [(16, 8), (2, 1), (20, 6), (12, 5), (24, 12)])
 def test_both_directions_at_random_positions(dtype: torch.dtype, interleaved: bool, dim: int, pairs: int) -> None:
-    fused = draw(2, 37, 7 * dim, dtype=dtype).unflatten(-1, (7, dim)).transpose(1, 2)
+    fused = draw(2, 11, 7 * dim, dtype=dtype).unflatten(-1, (7, dim)).transpose(1, 2)
     query, key = fused[:, :5], fused[:, 5:]
     table = draw(50, pairs, seed=1)
-    positions = torch.randint(0, 50, (2, 37), generator=torch.Generator().manual_seed(2))
+    positions = torch.randint(0, 50, (2, 11), generator=torch.Generator().manual_seed(2))
     outputs = rope(query, key, table.cos(), table.sin(), positions, interleaved=interleaved)
     angles = table[positions]
     for x, y in zip((query, key), outputs, strict=True):
@@ -62,7 +62,7 @@ def test_position_outside_of_the_tables_gives_nan() -> None:
 
 
 def test_every_number_is_written_by_every_tile() -> None:
-    query, key, table = draw(2, 5, 21, 12), draw(2, 3, 21, 12, seed=1), draw(21, 5, seed=2)
+    query, key, table = draw(1, 5, 9, 12), draw(1, 3, 9, 12, seed=1), draw(9, 5, seed=2)
     expected = rope(query, key, table.cos(), table.sin())
     for tokens, heads in ((2, 1), (8, 2), (64, 8)):
         outputs = torch.full_like(query, torch.nan), torch.full_like(key, torch.nan)

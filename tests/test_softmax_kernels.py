@@ -56,24 +56,24 @@ def hold(x: Tensor, mask: Tensor | None, temperature: float, config: SoftmaxConf
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("masked", "temperature"), [(False, 1.0), (True, 0.6)])
 def test_against_float64(dtype: torch.dtype, tile: str, masked: bool, temperature: float) -> None:
-    x = 3 * draw(3, 2, 200, dtype=dtype).transpose(0, 1)
-    mask = torch.rand(2, 3, 200, generator=torch.Generator().manual_seed(5)) > 0.3
+    x = 3 * draw(2, 2, 150, dtype=dtype).transpose(0, 1)
+    mask = torch.rand(2, 2, 150, generator=torch.Generator().manual_seed(5)) > 0.3
     mask[0, 1] = False
     hold(x, mask if masked else None, temperature, TILES[tile])
 
 
-@pytest.mark.parametrize("columns", [1, 2, 63, 64, 65, 129])
+@pytest.mark.parametrize("columns", [1, 64, 65])
 @pytest.mark.parametrize("tile", ["whole rows", "chunks"])
 def test_lengths_that_do_not_fill_a_tile(columns: int, tile: str) -> None:
-    hold(draw(3, columns), None, 2.0, TILES[tile])
+    hold(draw(2, columns), None, 2.0, TILES[tile])
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_broadcast_mask_and_stride_0_gradients(tile: str) -> None:
-    x, column = draw(3, 2, 100), torch.arange(100) % 3 > 0
-    y = softmax_forward(x, column.expand(3, 2, 100), config=TILES[tile])
-    assert torch.equal(y, softmax_forward(x, column.repeat(3, 2, 1), config=TILES[tile]))
-    dy = torch.tensor(2.0).expand(3, 2, 100)
+    x, column = draw(2, 2, 100), torch.arange(100) % 3 > 0
+    y = softmax_forward(x, column.expand(2, 2, 100), config=TILES[tile])
+    assert torch.equal(y, softmax_forward(x, column.repeat(2, 2, 1), config=TILES[tile]))
+    dy = torch.tensor(2.0).expand(2, 2, 100)
     assert softmax_backward(dy, y, config=TILES[tile]).abs().max() <= 1e-6
 
 
@@ -95,9 +95,9 @@ def test_extreme_rows(tile: str) -> None:
 
 
 def test_the_same_bits_whatever_shares_the_launch() -> None:
-    x = draw(5, 300)
+    x = draw(3, 150)
     together = softmax_forward(x, config=TILES["chunks"])
-    for row in range(5):
+    for row in range(3):
         assert torch.equal(softmax_forward(x[row : row + 1], config=TILES["chunks"])[0], together[row])
 
 
