@@ -2,14 +2,15 @@
 
 1. `bound_kernel` reads the row once and keeps maxima of many interleaved groups; the last program of a row finds the
    coarse m-th largest of these. At least m logits reach it, and seldom many more.
-2. `collect_kernel` reads the row again, collects what reaches the bound, and the last program of a row sorts it by
-   counting. Where too many reach it (equal logits), that program selects exactly instead, bit by bit.
-3. `decide_kernel` merges the lists of all slices, cuts them by min-p, top-k, top-p, and draws from what is left. With
-   one slice, 2 does that as well.
+2. `collect_kernel` reads the row again and collects what reaches the bound.
+3. `sort_kernel` sorts that by counting. Where too many reached the bound (equal logits), it selects exactly instead.
+4. `decide_kernel` merges the lists of all slices, cuts them by min-p, top-k, top-p, and draws from what is left. With
+   one slice, 3 does that as well.
 
 Same bits as `ringattn.vocab.words` and `ringattn.filters.merge` for requests without header.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.config import Launch
+from ringattn.kernels.config import CompileCase, Launch
 from ringattn.kernels.gumbel import (
     NO_TOKEN_BELOW,
     POISON_NAN,
     POISON_PARAMETER,
     edit_arguments,
     edited_logits,
+    example,
     options,
     row_arguments,
     store_decoded,
@@ -38,8 +40,8 @@ CHUNK = tl.constexpr(128)
 falls to one."""
 CAPACITY = 256
 """Collected logits that are sorted by counting; more take the exact select."""
-TILE, WARPS = 4096, 8
-"""Tokens a program of the first two launches, and its warps."""
+TILE, WARPS, PIECE = 4096, 8, 1024
+"""Tokens a program of the first two launches, its warps, and tokens whose keys are made at once."""
 UNIT = tl.constexpr(11)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -105,22 +107,17 @@ def bound_kernel(
         tl.store(bounds + row, bound)
 
 
-@triton.jit(do_not_specialize=["tiles", "wanted"])
+@triton.jit(do_not_specialize=["tiles"])
 def collect_kernel(
     logits, mask, bias, counts, prompt, repetitions, presences, frequencies,
-    state, bounds, collected, out,
-    seeds, positions, samples, temperatures, top_ks, top_ps, min_ps, out_ids, out_status,
+    found, bounds, collected,
     logits_stride, mask_stride, bias_stride, counts_stride, prompt_stride,
-    repetition_step, presence_step, frequency_step, out_stride,
-    seed_step, position_step, sample_step, temperature_step, top_k_step, top_p_step, min_p_step,
-    start, width, tiles, wanted,
-    TILE: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr, ALL: tl.constexpr, DECIDE: tl.constexpr,
+    repetition_step, presence_step, frequency_step,
+    start, width, tiles,
+    TILE: tl.constexpr, PIECE: tl.constexpr, CAPACITY: tl.constexpr,
     MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
 ):  # fmt: skip
-    """out[row]: keys of the `wanted` largest tokens, descending; 0 where there are fewer, all poison with a NaN.
-
-    DECIDE: these are all candidates there are; draw from them.
-    """
+    """collected[row]: keys of the tokens that reach the bound, in any order, the first CAPACITY of `found`."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     logits += row * logits_stride
@@ -131,8 +128,6 @@ def collect_kernel(
     repetition = tl.load(repetitions + row * repetition_step)
     presence = tl.load(presences + row * presence_step)
     frequency = tl.load(frequencies + row * frequency_step)
-    collected += row * CAPACITY
-    state += row * 2
     bound = tl.load(bounds + row)
     column = _columns(tile, tiles, TILE)
     value = edited_logits(
@@ -149,41 +144,62 @@ def collect_kernel(
             )  # fmt: skip
             near = (_order(again) >= bound) & (_order(again) > LOWEST)
             if tl.max(near.to(tl.int32), axis=0) > 0:
-                place = tl.atomic_add(state + tl.zeros_like(some), 1, mask=near, sem="relaxed")
-                tl.store(collected + place, pack(again, start + some), mask=near & (place < CAPACITY))
-    tl.debug_barrier()
-    if tl.atomic_add(state + 1, 1) == tiles - 1:
-        found = tl.atomic_xchg(state, 0).to(tl.int32)
-        tl.store(state + 1, 0)
+                place = tl.atomic_add(found + row + tl.zeros_like(some), 1, mask=near, sem="relaxed")
+                at = collected + row * CAPACITY + place
+                tl.store(at, pack(again, start + some), mask=near & (place < CAPACITY))
+
+
+@triton.jit(do_not_specialize=["wanted"])
+def sort_kernel(
+    logits, mask, bias, counts, prompt, repetitions, presences, frequencies,
+    found, collected, out,
+    seeds, positions, samples, temperatures, top_ks, top_ps, min_ps, out_ids, out_status,
+    logits_stride, mask_stride, bias_stride, counts_stride, prompt_stride,
+    repetition_step, presence_step, frequency_step, out_stride,
+    seed_step, position_step, sample_step, temperature_step, top_k_step, top_p_step, min_p_step,
+    start, width, wanted,
+    PIECE: tl.constexpr, CAPACITY: tl.constexpr, ALL: tl.constexpr, DECIDE: tl.constexpr,
+    MASK: tl.constexpr, BIAS: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr,
+):  # fmt: skip
+    """out[row]: keys of the `wanted` largest tokens, descending; 0 where there are fewer, all poison with a NaN.
+
+    DECIDE: these are all candidates there are; draw from them. Leaves `found` at 0.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.load(found + row).to(tl.int32)
+    repetition = tl.load(repetitions + row * repetition_step)
+    presence = tl.load(presences + row * presence_step)
+    frequency = tl.load(frequencies + row * frequency_step)
+    collected += row * CAPACITY
+    if number > CAPACITY:
+        number = _select(
+            logits + row * logits_stride, mask + row * mask_stride, bias + row * bias_stride,
+            counts + row * counts_stride, prompt + row * prompt_stride, repetition, presence, frequency,
+            collected, start, width, wanted, PIECE, MASK, BIAS, COUNTS, PROMPT,
+        )  # fmt: skip
         tl.debug_barrier()
-        if found > CAPACITY:
-            found = _select(
-                logits, mask, bias, counts, prompt, repetition, presence, frequency, collected, start, width, wanted,
-                PIECE, MASK, BIAS, COUNTS, PROMPT,
-            )  # fmt: skip
-            tl.debug_barrier()
-        index = tl.arange(0, CAPACITY)
-        keys = tl.load(collected + index, mask=index < found, other=0)
-        ranks = tl.zeros_like(index)
-        STEP: tl.constexpr = 16
-        for piece in tl.static_range(CAPACITY // STEP):
-            at = piece * STEP + tl.arange(0, STEP)
-            others = tl.load(collected + at, mask=at < found, other=0)
-            ranks += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), axis=1)
-        poisoned = tl.max(keys, axis=0) == POISON_NAN
-        out += row * out_stride
-        tl.store(out + index, tl.where(poisoned, POISON_NAN, 0), mask=(index < wanted) & (poisoned | (index >= found)))
-        tl.store(out + ranks, keys, mask=(ranks < wanted) & (index < found) & ~poisoned)
-        if DECIDE:
-            tl.debug_barrier()
-            place = tl.arange(0, ALL)
-            _decide(
-                tl.load(out + place, mask=place < wanted, other=0), place,
-                tl.load(seeds + row * seed_step), tl.load(positions + row * position_step),
-                tl.load(samples + row * sample_step), tl.load(temperatures + row * temperature_step),
-                tl.load(top_ks + row * top_k_step), tl.load(top_ps + row * top_p_step),
-                tl.load(min_ps + row * min_p_step), repetition, presence, frequency, out_ids + row, out_status + row,
-            )  # fmt: skip
+    index = tl.arange(0, CAPACITY)
+    keys = tl.load(collected + index, mask=index < number, other=0)
+    ranks = tl.zeros_like(index)
+    for first in range(0, number, 8):  # one key for all lanes at a time: a lane then needs no other to know its rank
+        for next_one in tl.static_range(8):
+            other = tl.load(collected + first + next_one, mask=first + next_one < number, other=0)
+            ranks += (other > keys).to(tl.int32)
+    poisoned = tl.max(keys, axis=0) == POISON_NAN
+    out += row * out_stride
+    tl.store(out + index, tl.where(poisoned, POISON_NAN, 0), mask=(index < wanted) & (poisoned | (index >= number)))
+    tl.store(out + ranks, keys, mask=(ranks < wanted) & (index < number) & ~poisoned)
+    tl.store(found + row, 0)
+    if DECIDE:
+        tl.debug_barrier()
+        place = tl.arange(0, ALL)
+        _decide(
+            tl.load(out + place, mask=place < wanted, other=0), place,
+            tl.load(seeds + row * seed_step), tl.load(positions + row * position_step),
+            tl.load(samples + row * sample_step), tl.load(temperatures + row * temperature_step),
+            tl.load(top_ks + row * top_k_step), tl.load(top_ps + row * top_p_step),
+            tl.load(min_ps + row * min_p_step), repetition, presence, frequency, out_ids + row, out_status + row,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -332,7 +348,7 @@ def _decide(
 
 
 def listing(part: Any, rows: Any, wanted: int) -> Tensor:
-    """Keys of the `wanted` largest tokens of each row of a slice, descending, int64 (B, wanted): two launches.
+    """Keys of the `wanted` largest tokens of each row of a slice, descending, int64 (B, wanted): three launches.
 
     Args:
         part: `ringattn.vocab.Slice`.
@@ -376,32 +392,44 @@ def listing_launches(
     # Eight times as many groups as wanted keep two large logits from often sharing one.
     groups = min(tile // 8, max(16, triton.next_power_of_2(triton.cdiv(8 * wanted, tiles))))
     params = row_arguments(rows)
-    words = zeros(3 * batch, device)
-    shared = edit_arguments(part) | {"width": width, "tiles": tiles, "wanted": wanted, "TILE": tile}
+    words = zeros(2 * batch, device)
+    shared = edit_arguments(part) | {"width": width}
     shared |= {name: value for name, value in params.items() if name.startswith(("repetition", "presence", "frequenc"))}
-    shared["bounds"] = torch.empty(batch, dtype=torch.int32, device=device)
-    bound = shared | {
+    bounds = torch.empty(batch, dtype=torch.int32, device=device)
+    collected = torch.empty(batch, CAPACITY, dtype=torch.int64, device=device)
+    bound = {
         "arrived": words[:batch],
         "maxima": torch.empty(batch, tiles * groups, dtype=torch.int32, device=device),
+        "bounds": bounds,
+        "tiles": tiles,
+        "wanted": wanted,
+        "TILE": tile,
         "GROUPS": groups,
         "ALL": triton.next_power_of_2(tiles * groups),
     }
-    collect = shared | params | filter_arguments(rows)
-    collect |= {
-        "state": words[batch:],
-        "collected": torch.empty(batch, CAPACITY, dtype=torch.int64, device=device),
+    collect = {
+        "found": words[batch:],
+        "collected": collected,
+        "start": part.start,
+        "CAPACITY": CAPACITY,
+        "PIECE": PIECE,
+    }
+    sort = collect | filter_arguments(rows) | params
+    sort |= {
         "out": out,
         "out_stride": out.stride(0),
         "out_ids": out if ids is None else ids,
         "out_status": out if status is None else status,
-        "start": part.start,
-        "PIECE": 1024,
-        "CAPACITY": CAPACITY,
+        "wanted": wanted,
         "ALL": max(32, triton.next_power_of_2(wanted)),
         "DECIDE": ids is not None,
     }
-    grid, how = (batch, tiles), options(warps)
-    return [Launch(bound_kernel, grid, bound, how), Launch(collect_kernel, grid, collect, how)]
+    collect |= {"bounds": bounds, "tiles": tiles, "TILE": tile}
+    return [
+        Launch(bound_kernel, (batch, tiles), shared | bound, options(warps)),
+        Launch(collect_kernel, (batch, tiles), shared | collect, options(warps)),
+        Launch(sort_kernel, (batch,), shared | sort, options(8)),
+    ]
 
 
 def filter_arguments(rows: Any) -> dict[str, Any]:
@@ -438,3 +466,15 @@ def decide_launch(words: Tensor, rows: Any, ids: Tensor, status: Tensor) -> Laun
     }
     args |= row_arguments(rows) | filter_arguments(rows)
     return Launch(decide_kernel, (batch,), args, options(4 if everything <= 256 else 8))
+
+
+def compile_cases(arch: int) -> Iterator[CompileCase]:
+    """The launches of a filtered draw, of one slice and of eight, for the compile gate."""
+    out, ids, status = torch.empty(16, 64, dtype=torch.int64), *torch.empty(2, 16, dtype=torch.int64)
+    for edits in (False, True):
+        part, rows = example(16, torch.bfloat16, edits)
+        for launch in listing_launches(part, rows, out, ids, status):
+            yield CompileCase(f"{launch.kernel.__name__}{'-edits' if edits else ''}", launch)
+    for slices in (1, 8):
+        launch = decide_launch(torch.empty(slices, 16, 64, dtype=torch.int64), rows, ids, status)
+        yield CompileCase(f"decide-{slices}", launch)

@@ -9,6 +9,8 @@ The pass (H200, 128256 bf16 logits a row) is bound by integer and special-functi
 for four tokens and two `lg2.approx` a token.
 """
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.config import Launch
+from ringattn.kernels.config import CompileCase, Launch
 from ringattn.kernels.noise import exact_score, lg2, pack, philox
 from ringattn.kernels.workspace import zeros
 
@@ -323,3 +325,27 @@ def row_arguments(rows: Any) -> dict[str, Any]:
         plural = "frequencies" if name == "frequency" else f"{name}s"
         args |= {plural: value, f"{name}_step": 0 if len(value) == 1 else value.stride(0)}
     return args
+
+
+def example(batch: int, dtype: torch.dtype, edits: bool) -> tuple[Any, Any]:
+    """A slice and rows for the compile gate."""
+    logits = torch.empty(batch, 128256, dtype=dtype)
+    part = SimpleNamespace(logits=logits, start=0, mask=None, bias=None, counts=None, prompt=None)
+    if edits:
+        part.mask = torch.empty(batch, 4008, dtype=torch.int32)
+        part.bias = torch.empty(1, 128256)
+        part.counts = torch.empty(batch, 128256, dtype=torch.int32)
+        part.prompt = torch.empty(batch, 128256, dtype=torch.bool)
+    whole = dict.fromkeys(("seed", "position", "sample", "top_k"), torch.empty(batch, dtype=torch.int64))
+    shares = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+    return part, SimpleNamespace(**whole, **dict.fromkeys(shares, torch.empty(batch)))
+
+
+def compile_cases(arch: int) -> Iterator[CompileCase]:
+    """Both tiles, with and without edits, for the compile gate."""
+    for batch in (1, 64):
+        for edits in (False, True):
+            part, rows = example(batch, torch.bfloat16, edits)
+            launch = draw_launch(part, rows, *torch.empty(3, batch, dtype=torch.int64))
+            launch.args["CUDA"] = True  # type: ignore[index]
+            yield CompileCase(f"draw-{batch}{'-edits' if edits else ''}", launch)

@@ -167,12 +167,17 @@ def test_state_is_left_at_zero() -> None:
     gumbel, candidates = kernels()
     part, rows = on(DEVICE, make_slice(1500)), on(DEVICE, make_rows(3))
     keys, ids, status = torch.zeros(3, 3, dtype=torch.int64, device=DEVICE)
-    launches = [gumbel.draw_launch(part, rows, keys, ids, status, tile=512)]
-    launches += candidates.listing_launches(part, rows, torch.zeros(3, 16, dtype=torch.int64, device=DEVICE), tile=1024)
-    for launch in launches:
-        state = [launch.args[name] for name in ("keys", "arrived", "state") if name in launch.args]
-        launch()
-        first = [keys.clone(), ids.clone()]
-        launch()
-        assert all(not int(x.abs().sum()) for x in state)
-        assert torch.equal(keys, first[0]) and torch.equal(ids, first[1])
+    out = torch.zeros(3, 16, dtype=torch.int64, device=DEVICE)
+    for launches in (
+        [gumbel.draw_launch(part, rows, keys, ids, status, tile=512)],
+        candidates.listing_launches(part, rows, out, tile=1024),
+    ):
+        results = []
+        for _ in range(2):
+            for launch in launches:
+                launch()
+            for launch in launches:
+                state = [launch.args[name] for name in ("keys", "arrived", "found") if name in launch.args]
+                assert all(not int(x.abs().sum()) for x in state)
+            results.append(torch.cat([keys.flatten(), ids.flatten(), out.flatten()]))
+        assert torch.equal(*results)
