@@ -1,4 +1,4 @@
-"""The portable kernels as shipped, on a GPU: head sizes, dtypes, masks, rings, repeats, and sequences past int32."""
+"""The kernels as shipped, on a GPU: head sizes, dtypes, masks, rings, repeats, and sequences past int32."""
 
 import math
 from collections.abc import Sequence
@@ -14,6 +14,17 @@ from ringattn.testing import compare, gate, make_inputs, simulate
 
 triton = pytest.importorskip("ringattn.backends.triton", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
+
+
+@pytest.fixture(autouse=True, params=["shipped", "portable"])
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test with the kernels that the device gets, and with the portable ones alone."""
+    if request.param == "portable":
+        monkeypatch.setattr(triton, "hopper_refusal", lambda *args: "the portable kernel: a test asks for it")
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the device gets the portable kernels, which the other half tests")
+    return request.param
+
 
 BANDS = {"full": FULL, "causal": CAUSAL, "window": window(100, 20), "strict": Band(lo=9)}
 ALL = ("out", "dq", "dk", "dv")

@@ -36,7 +36,7 @@ def refusal(problem: Any, tiles: Any, q: Tensor, k: Tensor, v: Tensor, out: Tens
     Args:
         problem, tiles, q, k, v, out: as in `ringattn.backends`; not empty.
     """
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if not _is_hopper(q.device):
         return "the Hopper kernel needs a device of compute capability 9.0"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"the Hopper kernel takes float16 and bfloat16, got {q.dtype}"
@@ -49,6 +49,11 @@ def refusal(problem: Any, tiles: Any, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if out.stride(3) != 1:
         return "the Hopper kernel needs an output with contiguous rows"
     return None
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def forward(problem: Any, tiles: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -1,5 +1,8 @@
 """The GPU backend: portable Triton kernels, one launch for any number of tiles, the state merged in the epilogue.
 
+On compute capability 9.0 the forward pass goes to the Hopper tier (`ringattn.kernels.hopper`) where that takes the
+call; a debug line of the logger `ringattn.backends.triton` says which ran and why.
+
 Runs on CUDA devices of compute capability 8.0 and above, and on CPU tensors in Triton's interpreter
 (`TRITON_INTERPRET=1`, set before this module is first imported). The contract is in `ringattn.backends`; here `dq`,
 `dk` and `dv` may also be in q's dtype where the call writes them (`problem.first`, `problem.first_kv`), which saves a
@@ -7,6 +10,7 @@ cast. The same inputs give the same bits, run after run: no atomics.
 """
 
 import contextlib
+import logging
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +23,8 @@ from ringattn.kernels import attention_bwd, attention_fwd
 from ringattn.kernels.config import DTYPES, MAX_HEAD_DIM, SHARED_MEMORY, Kind, choose
 from ringattn.kernels.tiles import IntTile, clamp
 from ringattn.plan import Tiles
+
+_LOG = logging.getLogger(__name__)
 
 INTERPRETED = isinstance(attention_fwd._attention_fwd_kernel, InterpretedFunction)
 """Whether the kernels run in Triton's interpreter, which was decided when they were imported."""
@@ -53,6 +59,11 @@ def forward(problem: Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out
         if problem.first:
             out.zero_()
             lse.fill_(-torch.inf)
+        return
+    reason = hopper_refusal(problem, tiles, q, k, v, out)
+    _LOG.debug("forward %s x %s: %s", tuple(q.shape), tuple(k.shape), reason or "the Hopper kernel")
+    if reason is None:
+        _hopper().forward(problem, tiles, q, k, v, out, lse)
         return
     config = _choose("fwd", q.shape[3], v.shape[3], q.dtype, q.device)
     launch = attention_fwd.forward_launch(
@@ -110,6 +121,25 @@ def row_delta(do: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     with _on_device(do):
         attention_bwd.row_delta_launch(do, out, dlse, delta)()
     return delta
+
+
+def hopper_refusal(problem: Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> str | None:
+    """Why the portable kernel answers a forward call, or None where the Hopper tier does."""
+    if q.device.type != "cuda" or _capability(q.device) != 90:
+        return "the portable kernel: the device is no sm_90"
+    try:
+        tier = _hopper()
+    except (ImportError, AttributeError) as error:  # Gluon is experimental, and a later Triton may rename what it needs
+        return f"the portable kernel: this Triton cannot build the Hopper kernel ({error})"
+    reason = tier.refusal(problem, tiles, q, k, v, out)
+    return None if reason is None else f"the portable kernel: {reason}"
+
+
+@lru_cache
+def _hopper() -> Any:
+    from ringattn.kernels.hopper import attention_fwd as tier
+
+    return tier
 
 
 @lru_cache(maxsize=4096)
