@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ringattn import vocab
-from ringattn.kernels.candidates import CAPACITY, decide, filtered_tokens, listing
+from ringattn.kernels.candidates import CAPACITY, filtered_tokens, listing
+from ringattn.kernels.decide import decide
 from ringattn.kernels.gumbel import decode, tokens, winner
 from ringattn.keys import ids_of, is_token
 from ringattn.vocab import Request, Rows, Slice

@@ -94,12 +94,12 @@ def test_winners_of_unusual_rows(kind: str) -> None:
     assert torch.equal(torch.stack(gumbel.decode(on(DEVICE, expected))).cpu(), torch.stack(decode(expected)))
 
 
-@pytest.mark.parametrize("tile", [128, 512, 2048])
+@pytest.mark.parametrize("tile", [128, 1024])
 def test_tiles_do_not_matter(tile: int) -> None:
     gumbel, _ = kernels()
-    part, rows = make_slice(1300, 5), make_rows(3)
+    part, rows = make_slice(500, 5), make_rows(3)
     keys, ids, status = torch.full((3, 3), -7, device=DEVICE)
-    for wave in (1000, 12, 3):
+    for wave in (1000, 6, 3):
         gumbel.draw_launch(on(DEVICE, part), on(DEVICE, rows), keys, ids, status, tile, wave=wave)()
         assert torch.equal(keys.cpu(), vocab.winner(part, rows)), wave
         keys.fill_(-7)
@@ -129,7 +129,7 @@ def test_edits_of_the_logits(words: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [3, 1000])
+@pytest.mark.parametrize("width", [3, 600])
 def test_candidates_and_decisions(kind: str, width: int) -> None:
     _, candidates = kernels()
     part = make_slice(width, 9, kind=kind)

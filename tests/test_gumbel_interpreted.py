@@ -9,6 +9,7 @@ import pytest
 import torch
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU")
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
@@ -27,7 +28,7 @@ def test_kernels_in_the_interpreter() -> None:
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         cwd=path.parent.parent,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
