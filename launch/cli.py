@@ -7,6 +7,7 @@ from importlib import import_module
 COMMANDS = {
     "verify": "many ranks give what one rank gives, forward and backward",
     "plan": "a picture of who computes what at which step",
+    "trace": "what every rank did last, side by side, after a crash",
     "doctor": "what is here, which backend and transport would answer, what does not work",
 }
 """Every command and what it shows; the module of that name holds `main(argv) -> exit code`."""

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringattn.launch.watchdog import Watchdog, follow
+
 DEVICES = ("cpu", "cuda")
 
 
@@ -42,6 +44,8 @@ def run(
     *args: Any,
     device: str = "cpu",
     timeout: float | None = None,
+    stall: float | None = None,
+    record: str | Path | None = None,
 ) -> dict[int, Any]:
     """Call `function(*args)` on every rank of a new default process group.
 
@@ -54,13 +58,15 @@ def run(
         *args: picklable arguments.
         device: "cpu" or "cuda".
         timeout: seconds after which ranks that have not ended are stopped; None waits for ever. Ignored under torchrun.
+        stall: seconds that a rank may wait for another before that is an error; None is two hours.
+        record: folder for what every rank did last, if the run fails; `ringattn trace` shows it.
 
     Returns:
         Results by rank: all of them, or under torchrun this rank's only.
 
     Raises:
         ValueError: nproc below 1 or an unknown device.
-        RankError: a rank raised or died.
+        RankError: a rank raised, died, or held the others up.
         TimeoutError: ranks had not ended; says which, and where they were.
 
     Example:
@@ -74,11 +80,14 @@ def run(
     if under_torchrun():
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        return {rank: _in_group(function, args, rank, world, local, local_world, device, "env://")}
+        if record is not None:
+            Path(record).mkdir(parents=True, exist_ok=True)
+            follow(Path(record) / f"page{rank}", rank)
+        return {rank: _in_group(function, args, rank, world, local, local_world, device, "env://", stall)}
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
     with tempfile.TemporaryDirectory(prefix="ringattn-", ignore_cleanup_errors=True) as folder:
-        return _start(_Call(function, args, nproc, device, Path(folder), timeout))
+        return _start(_Call(function, args, nproc, device, Path(folder), timeout, stall), record)
 
 
 def under_torchrun() -> bool:
@@ -109,9 +118,16 @@ class _Call:
     """What a started rank needs to know, as it travels to it."""
 
     def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], world: int, device: str, folder: Path, timeout: Any
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        world: int,
+        device: str,
+        folder: Path,
+        timeout: float | None,
+        stall: float | None,
     ) -> None:
-        self.world, self.device, self.folder, self.timeout = world, device, folder, timeout
+        self.world, self.device, self.folder, self.timeout, self.stall = world, device, folder, timeout, stall
         self.environment = dict(os.environ)
         self.module = function.__module__
         self.file = getattr(sys.modules.get(self.module), "__file__", None)
@@ -136,7 +152,7 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _start(call: _Call) -> dict[int, Any]:
+def _start(call: _Call, record: str | Path | None) -> dict[int, Any]:
     """Start all ranks, wait for them, and collect what they left in the call's folder."""
     context: Any = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
     # Idle threads must sleep: spinning ones took 21 s of processor time for 12 s of work on two busy cores.
@@ -144,27 +160,36 @@ def _start(call: _Call) -> dict[int, Any]:
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(["torch._dynamo", "ringattn"])  # a rank then starts in 0.1 s instead of 3 s
     ranks = [context.Process(target=_main, args=(call, rank)) for rank in range(call.world)]
+    watchdog = Watchdog(call.folder, call.world, call.stall)
     try:
         for process in ranks:
             process.start()
-        late = _wait(ranks, call.timeout)
+        late = _wait(ranks, call.timeout, watchdog)
         time.sleep(0.2 * any(process.exitcode for process in ranks))  # for the exit code of a rank that died before
         codes = [process.exitcode for process in ranks]
+        seen = watchdog.summary()
     finally:
         _stop(ranks)
-    _raise_first(call, codes, late)
+        if record is not None and any(process.exitcode for process in ranks):
+            watchdog.keep(Path(record))
+    _raise_first(call, codes, late, seen)
     return {rank: pickle.loads((call.folder / f"result{rank}").read_bytes()) for rank in range(call.world)}
 
 
-def _wait(ranks: Sequence[BaseProcess], timeout: float | None) -> list[int]:
-    """Until all ranks have ended, one has failed, or time is up; the ranks that time ran out for."""
+def _wait(ranks: Sequence[BaseProcess], timeout: float | None, watchdog: Watchdog) -> list[int]:
+    """Until all ranks have ended, one has failed or is stuck, or time is up; the ranks that time ran out for."""
     deadline = None if timeout is None else time.monotonic() + timeout
     running = dict(enumerate(ranks))
     while running and all(process.exitcode in (None, 0) for process in ranks):
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return list(running)
-        connection.wait([process.sentinel for process in running.values()], left)
+        stuck = watchdog.stuck()
+        if stuck is not None:
+            raise RankError(stuck[0], "stall", stuck[1])
+        lap = 1.0 if watchdog.limit is not None else None
+        limits = [seconds for seconds in (left, lap) if seconds is not None]
+        connection.wait([process.sentinel for process in running.values()], min(limits, default=None))
         running = {rank: process for rank, process in running.items() if process.is_alive()}
     return []
 
@@ -179,16 +204,17 @@ def _stop(ranks: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-def _raise_first(call: _Call, codes: Sequence[int | None], late: Sequence[int]) -> None:
+def _raise_first(call: _Call, codes: Sequence[int | None], late: Sequence[int], seen: str) -> None:
     """Raise the cause: a rank that died without a word, or the error that came first. What peers raise comes later."""
+    seen = seen and f"\n\nWhere the ranks were:\n{seen}"
     failures = [pickle.loads(path.read_bytes()) for path in call.folder.glob("error*")]
-    spoken = {rank for _, rank, _, _ in failures}
+    spoken = {rank for _, rank, _, _, _ in failures}
     for rank, code in enumerate(codes):
         if code and rank not in spoken:
-            raise RankError(rank, "exit", f"the process ended with exit code {code} and said no more")
+            raise RankError(rank, "exit", f"the process ended with exit code {code} and said no more{seen}")
     if failures:
-        _, rank, kind, text = min(failures)
-        raise RankError(rank, kind, text)
+        _, rank, kind, text, culprit = min(failures, key=lambda said: said[0])
+        raise RankError(rank if culprit is None else culprit, kind, text + seen)
     if late:
         stacks = [f"rank {rank}: {(call.folder / f'stack{rank}').read_text()}" for rank in late]
         raise TimeoutError(f"ranks {late} of {call.world} had not ended after {call.timeout} s\n\n" + "\n".join(stacks))
@@ -197,6 +223,7 @@ def _raise_first(call: _Call, codes: Sequence[int | None], late: Sequence[int]) 
 def _main(call: _Call, rank: int) -> None:
     """A started rank, from its first instruction to its last."""
     threading.Thread(target=_follow_parent, daemon=True).start()
+    follow(call.folder / f"page{rank}", rank)
     stack = (call.folder / f"stack{rank}").open("w")
     if call.timeout is not None:
         faulthandler.dump_traceback_later(0.9 * call.timeout, file=stack)
@@ -205,10 +232,11 @@ def _main(call: _Call, rank: int) -> None:
     try:
         function, args = call.load()
         store = f"file://{call.folder / 'store'}"
-        result = _in_group(function, args, rank, call.world, rank, call.world, call.device, store)
+        result = _in_group(function, args, rank, call.world, rank, call.world, call.device, store, call.stall)
         _leave(call.folder / f"result{rank}", result)
     except BaseException as error:
-        _leave(call.folder / f"error{rank}", (time.monotonic(), rank, type(error).__name__, traceback.format_exc()))
+        said = (time.monotonic(), rank, type(error).__name__, traceback.format_exc(), getattr(error, "culprit", None))
+        _leave(call.folder / f"error{rank}", said)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a tear-down of the process group could wait for peers
@@ -238,6 +266,7 @@ def _in_group(
     local_world: int,
     device: str,
     init_method: str,
+    stall: float | None = None,
 ) -> Any:
     """Call the function as one rank of a process group that lives as long as the call."""
     if local_world > 1:
@@ -248,9 +277,8 @@ def _in_group(
         torch.cuda.set_device(card)
         if local_world <= torch.cuda.device_count():
             backend, device_id = "cpu:gloo,cuda:nccl", card
-    dist.init_process_group(
-        backend, init_method, timeout=timedelta(hours=2), world_size=world, rank=rank, device_id=device_id
-    )
+    limit = timedelta(hours=2) if stall is None else timedelta(seconds=stall)
+    dist.init_process_group(backend, init_method, timeout=limit, world_size=world, rank=rank, device_id=device_id)
     result = function(*args)
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves early would break the connections of those that still compute

@@ -55,7 +55,7 @@ def on_rank(rank: int, port: int, folder: Path, fault: Fault | None) -> None:
     report, code = {"text": "", "kind": ""}, 0
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=LIMIT))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
         report["digest"] = work(rank, folder, fault)
     except BaseException as error:
         report |= {"text": str(error), "kind": type(error).__name__, "culprit": getattr(error, "culprit", rank)}
@@ -74,7 +74,7 @@ def work(rank: int, folder: Path, fault: Fault | None) -> str:
     found = hashlib.sha256()
     for turn in range(TURNS):
         q, k, v, do = make_inputs(1, 2, 2, 8, 8, seed=10 * turn + rank)
-        if fault is not None and turn == TURNS - 1:
+        if turn == TURNS - 1:
             inject(rank, folder, fault)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = ring_attention(*leaves, check=fault.check if fault else None, backend="reference", schedule="ring")
@@ -86,16 +86,20 @@ def work(rank: int, folder: Path, fault: Fault | None) -> str:
     return found.hexdigest()
 
 
-def inject(rank: int, folder: Path, fault: Fault) -> None:
-    """From now on the culprit's rings of that direction meet the fault at its step."""
+def inject(rank: int, folder: Path, fault: Fault | None) -> None:
+    """The culprit's next ring of that direction meets the fault at its step; a wait is limited from here on."""
+    comm_module.get_comm(comm_module.group_name(None)).watch.limit = LIMIT
     (folder / f"began{rank}").touch()
-    if rank != fault.culprit:
+    if fault is None or rank != fault.culprit:
         return
     connect = comm_module.Comm.connect
 
     def faulty(self, *args, **options):
         exchange = connect(self, *args, **options)
-        return Injected(exchange, folder, fault) if options["name"] == fault.direction else exchange
+        if options["name"] != fault.direction:
+            return exchange
+        comm_module.Comm.connect = connect
+        return Injected(exchange, folder, fault)
 
     comm_module.Comm.connect = faulty
     if fault.kind == "hang before the ring":
@@ -211,7 +215,7 @@ LOST = ("kill", "SIGTERM", "freeze", "hang", "hang before the ring")
 
 
 def grid() -> list[Fault]:
-    """Every kind, of the first, a middle and the last rank, forward and backward, at the first, middle and last step."""
+    """Every kind, of the first, a middle and the last rank, forward and backward, at first, middle and last step."""
     levels = {"bit flip": "checksum", "NaN": "finite"}
     found = []
     for kind in (*SUDDEN, *SENT):
