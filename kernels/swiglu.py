@@ -50,8 +50,8 @@ def _swiglu_bwd_kernel(
     tl.store(at, (grad * silu).to(dup.dtype.element_ty), mask=inside)
 
 
-TILE = 1024
-"""Numbers of each tensor that a program takes."""
+FORWARD_TILE, BACKWARD_TILE = 2048, 1024
+"""Numbers of each tensor that a program takes: the fastest of `benchmarks/tune_nn.py` on an H200."""
 
 
 def _launch(kernel: object, tensors: dict[str, Tensor], tile: int, num_warps: int) -> Launch:
@@ -64,13 +64,13 @@ def _launch(kernel: object, tensors: dict[str, Tensor], tile: int, num_warps: in
     return Launch(kernel, (programs,), args, dict(num_warps=num_warps))
 
 
-def forward_launch(gate: Tensor, up: Tensor, y: Tensor, *, tile: int = TILE, num_warps: int = 4) -> Launch:
+def forward_launch(gate: Tensor, up: Tensor, y: Tensor, *, tile: int = FORWARD_TILE, num_warps: int = 4) -> Launch:
     """The launch of `swiglu_forward`; all tensors (..., N) in rows as `rows_of` takes them without a copy."""
     return _launch(_swiglu_fwd_kernel, {"gate": gate, "up": up, "y": y}, tile, num_warps)
 
 
 def backward_launch(
-    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, *, tile: int = TILE, num_warps: int = 4
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, *, tile: int = BACKWARD_TILE, num_warps: int = 4
 ) -> Launch:
     """The launch of `swiglu_backward`."""
     tensors = {"dy": dy, "gate": gate, "up": up, "dgate": dgate, "dup": dup}
