@@ -3,6 +3,7 @@
 from ringattn.attention import attention, ring_attention
 from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.merge import merge, merge_states
+from ringattn.parallel import ContextParallel, sum_gradients
 from ringattn.sampling import sample
 from ringattn.shard import positions, shard, shard_batch, tie, unshard
 
@@ -10,6 +11,7 @@ __all__ = [
     "CAUSAL",
     "FULL",
     "Band",
+    "ContextParallel",
     "attention",
     "merge",
     "merge_states",
@@ -19,6 +21,7 @@ __all__ = [
     "sample",
     "shard",
     "shard_batch",
+    "sum_gradients",
     "tie",
     "unshard",
     "window",

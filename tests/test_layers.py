@@ -12,8 +12,11 @@ FILES = {
     ".".join(("ringattn", *path.relative_to(base).with_suffix("").parts)).removesuffix(".__init__"): path
     for base, folder in ((ROOT / "ringattn", "."), (ROOT, "kernels"), (ROOT, "launch"))
     for path in (base.glob("*.py") if folder == "." else (base / folder).rglob("*.py"))
-} | {f"ringattn.backends.{path.stem}": path for path in (ROOT / "ringattn" / "backends").glob("[!_]*.py")}
-FILES |= {"ringattn.backends": ROOT / "ringattn" / "backends" / "__init__.py"}
+} | {
+    f"ringattn.{package}.{path.stem}".removesuffix(".__init__"): path
+    for package in ("backends", "integrations")
+    for path in (ROOT / "ringattn" / package).glob("*.py")
+}
 
 ALLOWED = {
     "layout": "",
@@ -33,6 +36,8 @@ ALLOWED = {
     "dispatch": "backends",
     "ops": "ring schedule plan comm header heads transport backends dispatch layout mask merge",
     "attention": "ops schedule plan comm header heads backends dispatch layout mask merge",
+    "parallel": "attention shard comm layout",
+    "integrations": "integrations parallel attention shard comm layout mask",
 }
 """What each part may import of ours; parts without an entry may import anything but launch and testing."""
 

@@ -1,0 +1,1 @@
+"""Adapters to other libraries, each imported by name alone: importing ringattn imports none of them."""
