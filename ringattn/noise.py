@@ -64,7 +64,7 @@ def philox(seed: Tensor, counter: tuple[Tensor | int, Tensor | int, Tensor | int
         ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
     k0, k1 = seed & MASK32, (seed >> 32) & MASK32
-    c0, c1, c2, c3 = counter
+    c0, c1, c2, c3 = counter  # an int stays one until it meets the key, so that a graph copies nothing
     for _ in range(10):
         # int64 products wrap modulo 2^64, which keeps every bit of the unsigned product.
         p0, p1 = c0 * ROUND_A, c2 * ROUND_B
@@ -75,7 +75,7 @@ def philox(seed: Tensor, counter: tuple[Tensor | int, Tensor | int, Tensor | int
             p0 & MASK32,
         )
         k0, k1 = (k0 + KEY_A) & MASK32, (k1 + KEY_B) & MASK32
-    return c0, c1, c2, c3
+    return tuple(torch.as_tensor(word) for word in (c0, c1, c2, c3))
 
 
 def log(x: Tensor) -> Tensor:
