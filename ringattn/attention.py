@@ -82,9 +82,9 @@ def ring_attention(
         softcap: scores become `softcap * tanh(score / softcap)`; None leaves them alone.
         sinks: (H,), a learned score a head that takes weight and gives no value; added once, after the last merge. Its
             gradient is this rank's part, as for every parameter.
-        schedule: "ring"; "ring_by_2" and "ring_by_4", with so many blocks a launch; "direct", where only needed rows move,
-            straight from their owners; "all_gather", one exchange with O(S) memory where the others take O(S / N).
-            None is "ring", or "direct" for packed documents.
+        schedule: "ring"; "ring_by_2" and "ring_by_4", with so many blocks a launch; "direct", where only needed rows
+            move, straight from their owners; "all_gather", one exchange with O(S) memory where the others take
+            O(S / N). None is "ring", or "direct" for packed documents.
         heads_degree: so many neighbours swap heads for tokens before the ring and back after it (Ulysses; USP with a
             ring around). It divides the ranks and H, and divides G or is a multiple of it; 1 swaps nothing.
         transport: "p2p", or "host" (through host memory over gloo); None chooses by device and group.

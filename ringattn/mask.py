@@ -1,7 +1,8 @@
 """A mask is a band of lags: query i sees key j iff `lo <= i - j <= hi`, in global positions.
 
-Full, causal and sliding-window attention are all bands; a prefix that everyone sees widens the band for its keys. Packed documents are not masks but spans
-(`ringattn.layout`): two tokens of different documents never see each other, whatever the band.
+Full, causal and sliding-window attention are all bands; a prefix that everyone sees widens the band for its keys.
+Packed documents are not masks but spans (`ringattn.layout`): two tokens of different documents never see each other,
+whatever the band.
 """
 
 from dataclasses import dataclass
@@ -119,5 +120,6 @@ def as_band(mask: "Band | str") -> Band:
     if isinstance(mask, str) and mask in MASKS:
         return MASKS[mask]
     raise ValueError(
-        f"unknown mask {mask!r}; choose one of {', '.join(MASKS)}, or pass window(left, right), prefix_lm(length) or a Band"
+        f"unknown mask {mask!r}; choose one of {', '.join(MASKS)}, or pass window(left, right), prefix_lm(length) or a "
+        "Band"
     )

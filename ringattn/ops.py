@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn import heads, ring
 from ringattn.backends import Problem
 from ringattn.comm import Buffers, Comm, Terms, get_comm
 from ringattn.dispatch import choose_backend, load_backend
 from ringattn.header import code_digest, digest_of
-from ringattn.layout import shard_sizes
+from ringattn.heads import HeadsJob, Neighbours
+from ringattn.layout import make_shards, shard_sizes
 from ringattn.mask import Band
 from ringattn.merge import add_sinks, row_delta, sinks_gradient
-from ringattn.ring import Job, backward, forward, run
-from ringattn.schedule import make_schedule
-from ringattn.transport import Nowhere
+from ringattn.ring import Job
+from ringattn.schedule import Schedule, make_schedule
+from ringattn.transport import Around, Nowhere
 
 
 class Options(NamedTuple):
@@ -33,6 +35,7 @@ class Options(NamedTuple):
     scale: float
     softcap: float
     schedule: str
+    heads_degree: int
     transport: str
     backend: str
     grad_dtype: torch.dtype
@@ -101,11 +104,12 @@ def run_attention(
     if comm is not None and not agreed and comm.due(options.validate):
         comm.agree(options.terms(q, k, v, sinks, grad))
     job = _job(options, comm, q, "forward")
+    engine = ring if isinstance(job, Job) else heads
     out, lse = _empty(q, v.shape[3], options.bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
-    one_visit = sum(len(step.visits) for step in job.schedule.forward) == 1 and sinks is None
+    one_visit = isinstance(job, Job) and sum(len(step.visits) for step in job.schedule.forward) == 1 and sinks is None
     state = out if one_visit or out.dtype == lse.dtype else torch.empty_like(out, dtype=lse.dtype)
     with torch.autocast(q.device.type, enabled=False):  # it would round the products of a backend in torch
-        run(forward(job, q, k, v, state, lse), job.transport)
+        ring.run(engine.forward(job, q, k, v, state, lse), job.transport)
         if sinks is not None:
             add_sinks(state, lse, sinks.to(lse.dtype))
     if state is not out:
@@ -140,11 +144,12 @@ def run_attention_backward(
     """The gradients of q, k, v and of the sinks (empty without sinks), from those of the output and the LSE."""
     options = _complete(Options(*settings), q, k, v)
     job = _job(options, get_comm(options.group) if options.group else None, q, "backward")
+    engine = ring if isinstance(job, Job) else heads
     dq, dk, dv = (_empty(x, x.shape[3], options.bshd) for x in (q, k, v))
     state = dq if dq.dtype == lse.dtype else torch.empty_like(dq, dtype=lse.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        delta = getattr(job.backend, "row_delta", row_delta)(do, out, dlse)
-        run(backward(job, do, q, k, v, out, lse, delta, state, dk, dv), job.transport)
+        delta = getattr(load_backend(options.backend), "row_delta", row_delta)(do, out, dlse)
+        ring.run(engine.backward(job, do, q, k, v, out, lse, delta, state, dk, dv), job.transport)
         dsinks = q.new_empty(0) if sinks is None else sinks_gradient(sinks.to(lse.dtype), lse, delta).to(sinks.dtype)
     if state is not dq:
         dq.copy_(state)
@@ -206,24 +211,71 @@ _local = Buffers()
 """Buffers of calls in a world of one."""
 
 
-def _job(options: Options, comm: Comm | None, q: Tensor, name: str) -> Job:
+def _job(options: Options, comm: Comm | None, q: Tensor, name: str) -> Job | HeadsJob:
     """Everything that the executor needs to go forward or backward, from caches."""
     rank, world = (comm.rank, comm.world) if comm else (0, 1)
     place = (options.layout, options.band, options.lengths, world, rank)
-    schedule = make_schedule(options.schedule, *place)
     transport: Any = Nowhere()
     if comm:
-        steps = len(getattr(schedule, name))
+        schedule = ring_schedule(options.schedule, *place, options.heads_degree)
         transport = comm.connect(
-            options.transport, q.device, options.check, name=name, digest=options.digest(), steps=steps
+            options.transport,
+            q.device,
+            options.check,
+            name=name,
+            digest=options.digest(),
+            steps=len(getattr(schedule, name)),
         )
-    return Job(
-        rank=rank,
-        sizes=shard_sizes(options.layout, options.lengths, world),
-        schedule=schedule,
+    return make_job(
+        options.schedule,
+        *place,
+        options.heads_degree,
         problem=Problem(options.scale, options.softcap),
         backend=load_backend(options.backend),
         transport=transport,
         lease=comm.buffers.lease if comm else _local.lease,
         wire_dtype=None if options.grad_dtype == torch.float32 else options.grad_dtype,
     )
+
+
+def ring_schedule(
+    name: str, layout: str, band: Band, lengths: tuple[int, ...], world: int, rank: int, degree: int
+) -> Schedule:
+    """The schedule of a rank's ring, which with heads swapped among `degree` neighbours has world / degree ranks."""
+    return make_schedule(name, layout, band, lengths, world // degree, rank // degree, degree)
+
+
+def make_job(
+    name: str,
+    layout: str,
+    band: Band,
+    lengths: tuple[int, ...],
+    world: int,
+    rank: int,
+    degree: int,
+    *,
+    transport: Any,
+    **settings: Any,
+) -> Job | HeadsJob:
+    """What one rank runs: a ring, or where heads are swapped among neighbours, a ring of such neighbourhoods.
+
+    Args:
+        name, layout, band, lengths, world, rank: as in `ringattn.schedule.make_schedule`.
+        degree: neighbours that swap heads for tokens; 1 for none.
+        transport: between all ranks.
+        settings: the other fields of `ringattn.ring.Job`.
+    """
+    first, place = rank - rank % degree, rank % degree
+    around = Job(
+        rank=rank // degree,
+        sizes=shard_sizes(layout, lengths, world // degree, degree),
+        schedule=ring_schedule(name, layout, band, lengths, world, rank, degree),
+        transport=transport if degree == 1 else Around(transport, range(place, world, degree)),
+        **settings,
+    )
+    if degree == 1:
+        return around
+    neighbours = range(first, first + degree)
+    shards = make_shards(layout, lengths, world)
+    near = Neighbours(place, tuple(shards[one] for one in neighbours))
+    return HeadsJob(near, tuple(neighbours), transport, around)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import ring
+from ringattn import heads, ring
 from ringattn.backends import Problem
 from ringattn.comm import Buffers
 from ringattn.dispatch import choose_backend, load_backend
-from ringattn.layout import make_shards, shard_positions, shard_sizes
+from ringattn.layout import make_shards, shard_positions
 from ringattn.mask import FULL, Band, as_band
 from ringattn.merge import row_delta
-from ringattn.schedule import make_schedule
+from ringattn.ops import make_job
 from ringattn.transport import Simulated
 
 MOST_RATIO = 1.1
@@ -163,6 +163,7 @@ def simulate(
     mask: Band | str = FULL,
     lengths: Sequence[int] | None = None,
     schedule: str = "ring",
+    heads_degree: int = 1,
     backend: ModuleType | Any | str | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -173,7 +174,7 @@ def simulate(
     Args:
         q, k, v: whole tensors, (B, H, S, D), (B, G, S, D), (B, G, S, Dv).
         do, dlse: gradients of the output and of the LSE; without `do`, forward only.
-        world, layout, mask, schedule, scale, softcap: as in `ring_attention`.
+        world, layout, mask, schedule, heads_degree, scale, softcap: as in `ring_attention`.
         lengths: of documents, by default one of S tokens.
         backend: a name, or an object with `forward` and `backward`.
         wire_dtype: in which gradients travel.
@@ -193,11 +194,13 @@ def simulate(
         backend = load_backend(choose_backend(backend, q, k, v, softcap))
     counted = [_Counted(backend) for _ in range(world)]
     network, buffers = Simulated(world), Buffers()
+    place = (schedule, layout, as_band(mask), lengths, world)
+    engine = ring if heads_degree == 1 else heads
     jobs = [
-        ring.Job(
-            rank=rank,
-            sizes=shard_sizes(layout, lengths, world),
-            schedule=make_schedule(schedule, layout, as_band(mask), lengths, world, rank),
+        make_job(
+            *place,
+            rank,
+            heads_degree,
             problem=Problem(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap),
             backend=counted[rank],
             transport=network.rank(rank),
@@ -214,7 +217,7 @@ def simulate(
     for state in (x for pair in states for x in pair):
         state.fill_(torch.nan)
     network.run(
-        ring.forward(job, q, k, v, out, lse) for job, (q, k, v), (out, lse) in zip(jobs, parts, states, strict=True)
+        engine.forward(job, q, k, v, out, lse) for job, (q, k, v), (out, lse) in zip(jobs, parts, states, strict=True)
     )
     outs = [out.to(q.dtype) for out, _ in states]
     result = Simulation(_whole(outs, rows), _whole([lse for _, lse in states], rows))
@@ -229,7 +232,7 @@ def simulate(
         lse, local = states[rank][1], do[:, :, index]
         delta = getattr(backend, "row_delta", row_delta)(local, outs[rank], dlse[:, :, index].to(sums))
         (q, k, v), (dq, dk, dv) = parts[rank], grads[rank]
-        rings.append(ring.backward(jobs[rank], local, q, k, v, outs[rank], lse, delta, dq, dk, dv))
+        rings.append(engine.backward(jobs[rank], local, q, k, v, outs[rank], lse, delta, dq, dk, dv))
     network.run(rings)
     result.dq, result.dk, result.dv = (_whole([g[i].to(q.dtype) for g in grads], rows) for i in range(3))
     result.sent_backward = [network.rank(rank).sent_bytes - result.sent_forward[rank] for rank in range(world)]
