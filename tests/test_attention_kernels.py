@@ -45,6 +45,8 @@ CASES: dict[str, Tiles] = {
     "one row, one key": (tile(5, 6, 8, 9),),
     "documents": (tile(0, 20, 0, 20, lo=0), tile(20, 45, 20, 45, lo=0), tile(45, 70, 45, 90, lo=-20)),
     "two tiles on the same rows": (tile(0, 64, 0, 40), tile(0, 64, 64, 90, lo=0)),
+    "whole blocks of keys for half a block of rows": (tile(0, 20, 0, 10), tile(20, 70, 0, 90)),
+    "whole blocks of rows for half a block of keys": (tile(0, 10, 0, 20), tile(0, 70, 20, 90)),
     "rows without tiles between": (tile(0, 10, 0, 90), tile(60, 70, 0, 30, lo=0)),
 }
 
