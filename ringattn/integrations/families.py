@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = dict(
 )
 _GROUPED = dict(num_key_value_heads=2)
 _ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
-_GEMMA = dict(**_GROUPED, **_ALTERNATING, head_dim=8, query_pre_attn_scalar=8)
+_GEMMA = dict(**_GROUPED, **_ALTERNATING, head_dim=8, query_pre_attn_scalar=16)
 _EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 _LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
