@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -83,7 +84,7 @@ def backends() -> list[Check]:
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         x = torch.randn(1, 2, 32, 64, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
         chosen = choose_backend(None, x, x, x)
-        checks.append(_probe(f"attention on {device}", lambda x=x: _attend(x, None), f"by backend {chosen}"))
+        checks.append(_probe(f"attention on {device}", partial(_attend, x, None), f"by backend {chosen}"))
         for name in BACKENDS[device]:
             reason = refusal(name, x, x, x, 0.0)
             if reason:
@@ -94,13 +95,14 @@ def backends() -> list[Check]:
                     ((f"backend {name} on {device}", "refuses", "; ".join(filter(None, (reason, advice)))), False)
                 )
             elif name != chosen:
-                checks.append(_probe(f"backend {name} on {device}", lambda x=x, name=name: _attend(x, name), "by name"))
+                checks.append(_probe(f"backend {name} on {device}", partial(_attend, x, name), "by name"))
     return checks
 
 
 def _attend(x: torch.Tensor, backend: str | None) -> None:
     leaf = x.clone().requires_grad_()
-    attention(leaf, leaf, leaf, mask="causal", backend=backend).sum().backward()
+    out: Any = attention(leaf, leaf, leaf, mask="causal", backend=backend)
+    out.sum().backward()
     assert leaf.grad is not None and bool(leaf.grad.isfinite().all()), "gradients are not finite"
 
 
@@ -108,7 +110,7 @@ def rings() -> list[Check]:
     """A ring of two ranks on each device, with the transport that would be chosen."""
     checks = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        checks.append(_probe(f"ring of 2 ranks on {device}", lambda device=device: _two_ranks(device), ""))
+        checks.append(_probe(f"ring of 2 ranks on {device}", partial(_two_ranks, device), ""))
     return checks
 
 
@@ -120,8 +122,9 @@ def _ring(device: str) -> str:
     """On each of two ranks: the ring gives what one device gives. Returns how its blocks travelled."""
     q = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0)).to(device)
     rows = slice(32 * dist.get_rank(), 32 * dist.get_rank() + 32)
-    out = ring_attention(*(x[:, :, rows] for x in (q, q, q)), mask="causal")
-    error = (out - attention(q, q, q, mask="causal")[:, :, rows]).abs().max().item()
+    out: Any = ring_attention(*(x[:, :, rows] for x in (q, q, q)), mask="causal")
+    whole: Any = attention(q, q, q, mask="causal")
+    error = (out - whole[:, :, rows]).abs().max().item()
     if not error < 1e-2:
         raise ValueError(f"a ring of two ranks is off by {error:.1e}")
     comm = get_comm(group_name(None))
