@@ -294,4 +294,4 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
     for name, x, residual, weight, bias, stats in norm_variants():
         center = stats.shape[1] == 3
         launch = forward_launch(x, residual, weight, bias, x, residual, stats, eps=1e-6, center=center)
-        yield CompileCase(name, launch, spill_bytes=8)  # of float32 LayerNorm at the longest row
+        yield CompileCase(name, launch, spill_bytes=16)  # float32 LayerNorm of the longest row, on sm_100

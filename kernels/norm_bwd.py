@@ -295,7 +295,7 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         dweight, dbias = None if weight is None else sums, None if bias is None else sums
         config = choose_config(x, stats.shape[1] == 3, backward=True)
         launch = backward_launch(x, residual, x, weight, stats, x, dweight, dbias, config=config, programs=256)
-        yield CompileCase(name, launch, spill_bytes=8)  # of float32 LayerNorm at the longest row
+        yield CompileCase(name, launch, spill_bytes=16)  # float32 LayerNorm of the longest row, on sm_100
         if config.block < columns and weight is not None:
             yield CompileCase(f"sums-{name}", sums_launch(x, x, stats, dweight, dbias, 64))
     yield CompileCase("add", add_launch(torch.empty(264, 4096, device="meta"), torch.empty(4096, device="meta")))

@@ -307,4 +307,5 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
             launch = long_forward_launch(
                 x, mask, x, words, temperature=1.0, config=config, publish=publish, write=write
             )
-            yield CompileCase(f"{name}{'-publish' * publish}{'-write' * write}", launch)
+            label = f"{name}{'-publish' * publish}{'-write' * write}"
+            yield CompileCase(label, launch, spill_bytes=16)  # with a mask, on sm_80
