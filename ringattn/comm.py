@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ def group_name(group: Group) -> str:
 
 def _check_alive(name: str) -> ProcessGroup:
     try:
-        return c10d._resolve_process_group(c10d.GroupName(name))
+        return c10d._resolve_process_group(cast(Any, name))
     except RuntimeError as error:
         raise ValueError(f"process group {name!r} is not there any more: was it destroyed?") from error
 
@@ -142,7 +142,7 @@ class Comm:
             self.ranks,
             dist.Backend(backend),
             c10d._get_default_store(),
-            group_name=c10d.GroupName(f"{self.group.group_name}/ringattn-{backend}"),
+            group_name=cast(Any, f"{self.group.group_name}/ringattn-{backend}")  # a NewType of str in some versions of torch,
             timeout=_timeout(self.group) + SLACK,
             group_desc="ringattn",
         )
