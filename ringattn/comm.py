@@ -142,7 +142,7 @@ class Comm:
             self.ranks,
             dist.Backend(backend),
             c10d._get_default_store(),
-            group_name=cast(Any, f"{self.group.group_name}/ringattn-{backend}")  # a NewType of str in some versions of torch,
+            group_name=cast(Any, f"{self.group.group_name}/ringattn-{backend}"),
             timeout=_timeout(self.group) + SLACK,
             group_desc="ringattn",
         )
