@@ -318,7 +318,7 @@ def _check_options(
         lengths=lengths,
         scale=1 / math.sqrt(query.shape[3]) if scale is None else _number("scale", scale),
         softcap=softcap,
-        schedule=schedule_name(schedule or ("ring" if len(lengths) == 1 else "direct")),
+        schedule=schedule_name(("ring" if len(lengths) == 1 else "direct") if schedule is None else schedule),
         heads_degree=heads_degree,
         transport=check_choice("transport", transport, (None, *TRANSPORTS)) or "",
         backend=_backend_now(backend, query, key, value, softcap),
@@ -352,6 +352,8 @@ def _lengths(tokens: int, layout: str, seq_len: int | None, documents: Any, grou
     total = sum(lengths)
     if seq_len is not None and seq_len != total:
         raise ValueError(f"documents hold {total} tokens in all, but seq_len={seq_len}")
+    if torch.compiler.is_compiling():
+        return lengths  # how spans are dealt cannot be traced, and lengths may be symbols: the op compares
     dealt = shard_sizes(layout_name(layout), lengths, world)[rank]
     if dealt != tokens:
         raise ValueError(f"rank {rank} of {world} holds {dealt} tokens of {total} in layout {layout!r}, got {tokens}")

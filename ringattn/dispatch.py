@@ -33,7 +33,7 @@ def choose_backend(name: str | None, q: Tensor, k: Tensor, v: Tensor, softcap: f
         >>> choose_backend("reference", x, x, x)
         'reference'
     """
-    if not name:
+    if name is None or name == "":
         preferred = BACKENDS.get(q.device.type, ("reference",))
         return next(other for other in preferred if refusal(other, q, k, v, softcap) is None)
     names = sorted({other for others in BACKENDS.values() for other in others})
@@ -54,6 +54,6 @@ def refusal(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> str |
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     """The value, if it is one of the choices; raises ValueError that names both otherwise."""
-    if value not in choices:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(str, choices))}")
     return value

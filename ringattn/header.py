@@ -122,6 +122,7 @@ class Checked:
     ) -> None:
         self._wire, self._headers, self._call, self._level = wire, headers, call, level
         self._submit, self._eager = submit, eager
+        self._taken: dict[int, int] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -182,9 +183,16 @@ class Checked:
             raise RingError(f"{where}: what arrived from rank {peer} is not a header of it (begins {header[:2]})", peer)
         if (number, name) != (call.number, NAMES.index(call.name)):
             there = Call(peer, number, _named(NAMES, name))
-            raise RingError(f"{where}: rank {peer} is in {there} at step {at}, this rank in {call}: desync", peer)
+            guilty = peer if number >= call.number else call.rank
+            raise RingError(
+                f"{where}: rank {peer} is in {there} at step {at}, rank {call.rank} in {call}: desync", guilty
+            )
         if at != step:
-            raise RingError(f"{where}: rank {peer} is at ring step {at}, this rank expects step {step}: desync", peer)
+            # Messages of a rank arrive in order: one from an earlier step that was not taken yet was skipped here.
+            guilty = call.rank if self._taken.get(peer, -1) < at < step else peer
+            ahead = f"rank {guilty} skipped or repeated a step"
+            raise RingError(f"{where}: rank {peer} is at ring step {at}, rank {call.rank} at {step}: {ahead}", guilty)
+        self._taken[peer] = step
         expected = sum(peer == other.peer for other in recvs)
         said = {
             "schedule": (f"{digest:#x}", f"{call.digest:#x}"),
@@ -205,8 +213,7 @@ class Checked:
             trouble = f"changed on the way from rank {culprit}: checksum {sent:#x} sent, {arrived:#x} arrived"
         elif self._level == "finite" and not (finite := message.tensor.isfinite()).all():
             first = int(finite.logical_not().nonzero()[0])
-            culprit = message.block if message.kind == KEYS else message.peer
-            trouble = (
+            trouble = (  # whoever passed the block on had found it finite
                 f"from rank {culprit} hold {message.tensor[first].item()} as number {first} of {finite.numel()} "
                 "(all keys, then all values)"
             )

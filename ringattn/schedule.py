@@ -312,7 +312,7 @@ SCHEDULES: dict[str, Callable[[Work], Schedule]] = {
 
 def schedule_name(name: str) -> str:
     """The name, if it is a schedule; raises ValueError with the choices otherwise."""
-    if name not in SCHEDULES:
+    if not isinstance(name, str) or name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     return name
 

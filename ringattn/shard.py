@@ -242,7 +242,8 @@ def _lengths(seq_len: int | None, documents: Documents) -> list[int]:
     ):
         raise ValueError(f"seq_len must be a non-negative int, got {seq_len!r}")
     if documents is None:
-        assert seq_len is not None
+        if seq_len is None:
+            raise ValueError("need seq_len or documents, got None for both")
         return [seq_len]
     lengths = list(document_lengths(documents))
     if seq_len is not None and sum(lengths) != seq_len:

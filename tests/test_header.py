@@ -139,24 +139,31 @@ def test_ranks_at_different_places():
     """A rank that is in another ring, at another step, or runs another schedule is told apart from one that is not."""
     expected = Message(torch.zeros(4), 1, 0, KEYS)
 
-    def meet(call: Call, step: int) -> None:
+    def meet(call: Call, step: int, taken: int | None = None) -> None:
         network = Simulated(2)
         sender = Checked(network.rank(1), network.rank(1).tagged(1), call)
         receiver = Checked(network.rank(0), network.rank(0).tagged(1), Call(0, 5, "forward", 9, 4))
+        if taken is not None:
+            sender.post([Message(torch.ones(4), 0, 0, KEYS)], [], taken)
+            receiver.wait(receiver.post([], [expected], taken))
         sender.post([Message(torch.ones(4), 0, 0, KEYS)], [], step)
         receiver.wait(receiver.post([], [expected], 2))
 
     meet(Call(1, 5, "forward", 9, 4), 2)
     assert expected.tensor.tolist() == [1.0] * 4
-    for call, step, words in (
-        (Call(1, 5, "forward", 9, 4), 3, "rank 1 is at ring step 3, this rank expects step 2: desync"),
-        (Call(1, 6, "forward", 9, 4), 2, r"rank 1 is in ring 6 \(forward\) at step 2, this rank in ring 5"),
-        (Call(1, 5, "backward", 9, 4), 2, r"ring 5 \(backward\)"),
-        (Call(1, 5, "forward", 8, 4), 2, "rank 1 sends schedule 0x8, this rank expects 0x9"),
-        (Call(0, 5, "forward", 9, 4), 2, "not a header of it"),
+    for call, step, taken, words, guilty in (
+        (Call(1, 5, "forward", 9, 4), 3, None, "rank 1 is at ring step 3, rank 0 at 2: rank 1 skipped", 1),
+        (Call(1, 5, "forward", 9, 4), 1, 0, "rank 1 is at ring step 1, rank 0 at 2: rank 0 skipped", 0),
+        (Call(1, 5, "forward", 9, 4), 1, 1, "rank 1 is at ring step 1, rank 0 at 2: rank 1 skipped or repeated", 1),
+        (Call(1, 6, "forward", 9, 4), 2, None, r"rank 1 is in ring 6 \(forward\) at step 2, rank 0 in ring 5", 1),
+        (Call(1, 4, "backward", 9, 4), 2, None, r"rank 1 is in ring 4 \(backward\) at step 2, rank 0 in ring 5", 0),
+        (Call(1, 5, "backward", 9, 4), 2, None, r"ring 5 \(backward\)", 1),
+        (Call(1, 5, "forward", 8, 4), 2, None, "rank 1 sends schedule 0x8, this rank expects 0x9", 1),
+        (Call(0, 5, "forward", 9, 4), 2, None, "not a header of it", 1),
     ):
-        with pytest.raises(RingError, match=words):
-            meet(call, step)
+        with pytest.raises(RingError, match=words) as caught:
+            meet(call, step, taken)
+        assert caught.value.culprit == guilty
 
 
 @pytest.mark.parametrize("word", range(12))
