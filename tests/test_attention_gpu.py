@@ -16,13 +16,12 @@ triton = pytest.importorskip("ringattn.backends.triton", exc_type=ImportError)
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 
 
-@pytest.fixture(autouse=True, params=["shipped", "portable"])
+@pytest.fixture(autouse=True, params=["hopper", "portable"])
 def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test with the kernels that the device gets, and with the portable ones alone."""
-    if request.param == "portable":
-        monkeypatch.setattr(triton, "hopper_refusal", lambda *args: "the portable kernel: a test asks for it")
-    elif torch.cuda.get_device_capability() != (9, 0):
+    """Every test with the Hopper tier where the device has one, and with the portable kernels alone."""
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the device gets the portable kernels, which the other half tests")
+    monkeypatch.setattr(triton, "HOPPER_ANSWERS", request.param == "hopper")
     return request.param
 
 
