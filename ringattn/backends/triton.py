@@ -125,7 +125,7 @@ def row_delta(do: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
 
 HOPPER_ANSWERS = False
 """Whether the Hopper tier answers. Its revision of commit 9a947c4 was right on an H200 in every case tried; what came
-after compiles and passes its tests without a GPU, but has not run on a card: tests/test_attention_gpu.py there decides."""
+after compiles and passes its tests without a GPU, but has not run on one: tests/test_attention_gpu.py there decides."""
 
 
 def hopper_refusal(problem: Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> str | None:
