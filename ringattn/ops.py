@@ -101,8 +101,11 @@ def run_attention(
     """
     options = _complete(Options(*settings), q, k, v)
     comm = get_comm(options.group) if options.group else None
+    error = _misfit(options, comm, q.shape[2])
     if comm is not None and not agreed and comm.due(options.validate):
-        comm.agree(options.terms(q, k, v, sinks, grad))
+        comm.agree(options.terms(q, k, v, sinks, grad), error)
+    if error is not None:
+        raise error
     job = _job(options, comm, q, "forward")
     engine = ring if isinstance(job, Job) else heads
     out, lse = _empty(q, v.shape[3], options.bshd), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
@@ -192,6 +195,15 @@ def _complete(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Options:
     """The options with hashable lengths, and with the backend that a compiled graph leaves open."""
     backend = options.backend or choose_backend(None, q, k, v, options.softcap)
     return options._replace(lengths=tuple(options.lengths), backend=backend)
+
+
+def _misfit(options: Options, comm: Comm | None, tokens: int) -> ValueError | None:
+    """The error of a rank that holds another number of tokens than the layout gives it, found out late by a graph."""
+    rank, world = (comm.rank, comm.world) if comm else (0, 1)
+    dealt = shard_sizes(options.layout, options.lengths, world)[rank]
+    if dealt == tokens:
+        return None
+    return ValueError(f"rank {rank} of {world} holds {dealt} tokens in layout {options.layout!r}, got {tokens}")
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
