@@ -100,7 +100,8 @@ def test_shards(a: Any, b: Any, c: Any) -> None:
     answers(shard, x, dim=1, layout=a)
     answers(shard, x, dim=a, layout="zigzag")
     answers(unshard, x, dim=a, layout="zigzag")
-    answers(positions, a)
+    if not isinstance(a, int) or a < 1 << 20:  # 2^31 positions are 16 GB, which is what was asked for
+        answers(positions, a)
 
 
 @settings(max_examples=100, deadline=None)
