@@ -187,6 +187,8 @@ class Comm:
         chosen = transport or self.default_transport(device)
         wire, nccl = self._wires[chosen, device], chosen != "host" and device.type == "cuda"
         level = check or ("off" if nccl else "header")
+        if nccl and level not in ("off", "header"):
+            raise NotImplementedError(f"check={level!r} is not there over NCCL; choose off, header or transport='host'")
         call = Call(self.rank, self.rings, name, digest, steps)
         guarded: Any = wire
         if level != "off":

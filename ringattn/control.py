@@ -104,7 +104,10 @@ class Control:
     def __init__(self, store: Store, group: str, rank: int, world: int, limit: float) -> None:
         self.rank, self.world, self.limit = rank, world, limit
         self.broken: RingError | None = None
-        self._store, self._prefix, self._group = store, f"ringattn/{group}/", digest_of(group)
+        made = store.add(
+            f"ringattn/{group}/made/{rank}", 1
+        )  # a group of that name may have failed on this store before
+        self._store, self._prefix, self._group = store, f"ringattn/{group}/{made}/", digest_of(group)
         self._told = self._alone = False
         self._awaited: tuple[int, ...] = ()
         self._asking = Helper()
