@@ -1,6 +1,7 @@
 """Exact attention over one sequence that lives on many GPUs, and exact sampling over one vocabulary that does."""
 
 from ringattn.attention import attention, ring_attention
+from ringattn.loss import cross_entropy, linear_cross_entropy
 from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.merge import merge, merge_states
 from ringattn.parallel import ContextParallel, sum_gradients
@@ -13,6 +14,8 @@ __all__ = [
     "Band",
     "ContextParallel",
     "attention",
+    "cross_entropy",
+    "linear_cross_entropy",
     "merge",
     "merge_states",
     "positions",
