@@ -1,6 +1,7 @@
 """Exact attention over one sequence that lives on many GPUs, and exact sampling over one vocabulary that does."""
 
 from ringattn.attention import attention, ring_attention
+from ringattn.header import RingError
 from ringattn.loss import cross_entropy, linear_cross_entropy
 from ringattn.mask import CAUSAL, FULL, Band, prefix_lm, window
 from ringattn.merge import merge, merge_states
@@ -12,6 +13,7 @@ __all__ = [
     "CAUSAL",
     "FULL",
     "Band",
+    "RingError",
     "ContextParallel",
     "attention",
     "cross_entropy",
