@@ -32,10 +32,9 @@ _LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head
 _ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16)
 _LONGROPE = dict(
     rope_type="longrope",
-    original_max_position_embeddings=16,
     factor=4.0,
     short_factor=[1.0] * 4,
-    long_factor=[1.0, 1.5, 2.0, 2.5],
+    long_factor=[4.0, 3.0, 2.0, 1.0],
 )
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,7 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         dict(**_LATENT, **_ROUTED, num_key_value_heads=4, first_k_dense_replace=1),
     ),
-    "phi3-longrope": ("Phi3Config", dict(**_GROUPED, max_position_embeddings=64, rope_scaling=_LONGROPE)),
+    "phi3-longrope": (
+        "Phi3Config",
+        dict(**_GROUPED, max_position_embeddings=64, original_max_position_embeddings=16, rope_scaling=_LONGROPE),
+    ),
     "modernbert": (
         "ModernBertConfig",
         dict(local_attention=2 * WINDOW, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2),

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from ringattn.attention import ring_attention
 from ringattn.comm import Group
 from ringattn.integrations.batch import IGNORE, lay_out
+from ringattn.layout import shard_sizes
 from ringattn.mask import window
 from ringattn.parallel import ContextParallel
 
@@ -263,6 +264,9 @@ class TransformersParallel(ContextParallel):
         try:
             self._check_labels(batch)
             whole = lay_out(batch, causal=self.causal, documents=documents)
+            sizes = shard_sizes(self.layout, whole.lengths, self.world)
+            if min(sizes) == 0:
+                raise ValueError(f"{sum(sizes)} tokens over {self.world} ranks, but a model needs one on each: {sizes}")
         except (ValueError, NotImplementedError) as raised:
             error = raised
         self.agree_on(batch, error)
