@@ -130,7 +130,7 @@ def sample(
     if comm is not None and comm.world > 1:
         if comm.due(validate or "") or vocab_start is None:
             comm.agree(Terms({"call": "sample", **{key: _describe(key, value) for key, value in given.items()}}), error)
-            start, total = _agree_on_slices(comm, logits.shape[1], vocab_start, vocab_size)
+            start, total = agree_on_slices(comm, logits.shape[1], vocab_start, vocab_size)
             error = error or _too_large(total, prepared)
     if error is not None:
         raise error
@@ -290,7 +290,7 @@ def _request(given: dict[str, Any]) -> Request:
     )
 
 
-def _agree_on_slices(comm: Comm, width: int, start: int | None, vocab_size: int | None) -> tuple[int, int]:
+def agree_on_slices(comm: Comm, width: int, start: int | None, vocab_size: int | None) -> tuple[int, int]:
     """Start of this rank's slice and end of all; raises alike on all ranks where slices do not tile the vocabulary."""
     mine = torch.tensor([-1 if start is None else start, width])
     everyone = torch.empty(comm.world * 2, dtype=torch.int64)

@@ -37,6 +37,8 @@ ALLOWED = {
     "ops": "ring schedule plan comm header heads transport backends dispatch layout mask merge",
     "attention": "ops schedule plan comm header heads backends dispatch layout mask merge",
     "parallel": "attention shard comm layout",
+    "loss_ops": "comm draw kernel_choice merge sampling",
+    "loss": "comm keys loss_ops",
     "integrations": "integrations parallel attention shard comm layout mask",
 }
 """What each part may import of ours; parts without an entry may import anything but launch and testing."""
