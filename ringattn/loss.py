@@ -136,18 +136,22 @@ def linear_cross_entropy(
 def _misfit(given: dict[str, Any], x: Any, name: str) -> ValueError | None:
     """What is wrong with one argument alone, if anything."""
     if not isinstance(x, Tensor) or not x.dim() or x.dtype not in DTYPES:
-        choices = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        return ValueError(f"{name} must be a tensor of at least one dimension in {choices}, got {_what(x)}")
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        return ValueError(f"{name} must be a tensor of at least one dimension in {dtypes}, got {_what(x)}")
     targets = given["targets"]
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         return ValueError(f"targets must be an int64 or int32 tensor, got {_what(targets)}")
-    for key, choices in (("reduction", REDUCTIONS), ("validate", (*VALIDATE, None))):
+    several: dict[str, tuple[str | None, ...]] = {"reduction": REDUCTIONS, "validate": (*VALIDATE, None)}
+    for key, choices in several.items():
         if given[key] not in choices:
             return ValueError(f"unknown {key} {given[key]!r}; choose one of {', '.join(map(str, choices))}")
     for key, least in (("vocab_start", 0), ("vocab_size", 1), ("chunk", 1)):
         value = given[key]
         if value is not None and not (type(value) is int and least <= value <= MAX_ID):
             return ValueError(f"{key} must be an int in [{least}, {MAX_ID}] or None, got {value!r}")
+    items = given["num_items"]
+    if items is not None and not (isinstance(items, Tensor) and items.numel() == 1) and type(items) is not int:
+        return ValueError(f"num_items must be an int or a tensor of one, or None, got {_what(items)}")
     if type(given["ignore_index"]) is not int:
         return ValueError(f"ignore_index must be an int, got {given['ignore_index']!r}")
     for key, most in (("label_smoothing", 1.0), ("z_loss", torch.finfo(torch.float32).max)):
@@ -204,6 +208,7 @@ def _options(given: dict[str, Any], x: Tensor, targets: Tensor, error: ValueErro
         given["validate"] or "",
         given["chunk"] or -1,
         "weight_shard" in given and torch.is_grad_enabled() and x.requires_grad,
+        given["reduction"],
     )
 
 
@@ -226,5 +231,9 @@ def _reduced(
         return losses.reshape(targets.shape)
     if reduction == "sum":
         return losses.sum()
-    items = (targets != ignore_index).sum() if num_items is None else torch.as_tensor(num_items, device=losses.device)
+    items = (
+        (targets != ignore_index).sum()
+        if num_items is None
+        else torch.as_tensor(num_items, device=losses.device).reshape(())
+    )
     return losses.sum() / items.clamp(min=1)

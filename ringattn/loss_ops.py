@@ -20,6 +20,9 @@ from ringattn.sampling import agree_on_slices
 CHUNK_LOGITS = 1 << 27
 """Logits of a chunk where the caller does not say how many rows it has: 512 MiB in float32."""
 
+WEIGHT_ROWS = 1 << 15
+"""Rows of the weight's gradient that one product makes: 512 MiB in float32 at a hidden size of 4096."""
+
 Logits = Callable[[slice], Tensor]
 """The local logits of some rows, in the dtype of the statistics."""
 
@@ -36,6 +39,7 @@ class Options(NamedTuple):
     validate: str
     chunk: int
     needs_hidden: bool = False
+    reduction: str = "none"
 
     def comm(self) -> Comm | None:
         """The group, None where this process holds the whole vocabulary."""
@@ -298,7 +302,8 @@ def run_linear_cross_entropy_backward(
     """The gradients of the hidden states, summed over ranks, and of the slice of the weight; empty where not asked."""
     options, where = Options(*settings), Place(*place.tolist())
     wide = wide_dtype(hidden)
-    dhidden = hidden.new_zeros(hidden.shape if for_hidden else 0, dtype=wide)
+    comm = options.comm()
+    dhidden = hidden.new_zeros(hidden.shape if for_hidden else 0, dtype=wide if comm else hidden.dtype)
     dweight = weight.new_zeros(weight.shape if for_weight else 0, dtype=wide)
     scale = grad.abs().amax().clamp(min=torch.finfo(wide).tiny) if hidden.dtype == torch.float16 and len(grad) else 1.0
     unit = grad / scale  # slopes are rounded to float16 on CUDA, and a mean over 10^5 tokens is below its range
@@ -308,12 +313,13 @@ def run_linear_cross_entropy_backward(
             x = _rows_of(hidden, targets, rows, options.ignore_index)
             slope = _slope(_product(x, local.T), lse[:, rows], unit[rows], targets[rows], where, options).to(x.dtype)
             if for_hidden:
-                dhidden[rows] = _product(slope, local)
-            if for_weight:
-                dweight[: where.width] += _product(slope.T, x)
-        if for_hidden and len(targets):
-            dhidden = Ranks(options.comm()).sum([dhidden])
-    return (dhidden * scale).to(hidden.dtype), (dweight * scale).to(weight.dtype)
+                dhidden[rows] = _product(slope, local) * scale
+            for first in range(0, where.width if for_weight else 0, WEIGHT_ROWS):
+                some = slice(first, min(first + WEIGHT_ROWS, where.width))
+                dweight[some] += _product(slope[:, some].T, x)
+        if comm is not None and for_hidden and len(targets):
+            dhidden = Ranks(comm).sum([dhidden])
+    return dhidden.to(hidden.dtype), dweight.mul_(scale).to(weight.dtype)
 
 
 @run_linear_cross_entropy_backward.register_fake
