@@ -2,9 +2,8 @@
 
 Probabilities are recomputed from the final log-sum-exp (FlashAttention-2, Dao, 2023, arXiv 2307.08691), so a tile
 needs nothing but q, k, v, do, lse and delta. Two kernels mirror the forward one: a program of the first owns a block of
-keys and streams queries past it (dk, dv), a program of the second owns a block of queries and streams keys past it
-(dq). That is seven matrix products where a fused kernel has five, but each sum has one owner and one order: the same
-bits every run.
+keys and streams queries past it (dk, dv), one of the second owns queries and streams keys past them (dq). That is seven
+matrix products where a fused kernel has five, but each sum has one owner and one order: the same bits every run.
 """
 
 from collections.abc import Iterator

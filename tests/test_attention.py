@@ -272,7 +272,24 @@ def test_autocast_casts_mixed_dtypes():
 @pytest.mark.parametrize("bshd", [False, True])
 def test_opcheck_with_permuted_inputs(bshd):
     q, k, v, _ = make_inputs(2, 4, 2, 6, 8)
-    options = Options("contiguous", 0, OPEN, 0, (6,), 0.5, 0.0, "ring", "", "reference", torch.float32, bshd, "", "")
+    options = Options(
+        layout="contiguous",
+        lo=0,
+        hi=OPEN,
+        prefix=0,
+        lengths=(6,),
+        scale=0.5,
+        softcap=0.0,
+        schedule="ring",
+        heads_degree=1,
+        transport="",
+        backend="reference",
+        grad_dtype=torch.float32,
+        bshd=bshd,
+        group="",
+        validate="",
+        check="",
+    )
     for order, sinks in (((0, 1, 2, 3), None), ((0, 2, 1, 3), torch.zeros(4)), ((3, 1, 0, 2), None)):
         back = [order.index(n) for n in range(4)]
         permuted = [x.permute(order).contiguous().permute(back).requires_grad_() for x in (q, k, v)]
