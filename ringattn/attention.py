@@ -201,6 +201,7 @@ def _attend(
     try:
         query, key, value = _check_tensors(qkv, qkv_format, unknown)
         _check_sinks(sinks, query)
+        check_choice("return_lse", return_lse, (False, True))
         options = _check_options(query, key, value, group=group, bshd=qkv_format == "bshd", **settings)
     except (ValueError, NotImplementedError) as error:
         validate = settings.get("validate")
