@@ -40,3 +40,11 @@ def test_trainer_logs_the_losses_of_one_process():
     pytest.importorskip("transformers")
     alone, both = runs("transformers_trainer", 1)[0], runs("transformers_trainer", 2)[0]
     assert both == pytest.approx(alone, rel=1e-4) and alone[-1] < alone[0]
+
+
+def test_the_migration_page_runs():
+    pytest.importorskip("transformers")
+    page = (EXAMPLES.parent / "docs" / "migration.md").read_text()
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    assert len(blocks) == 5
+    exec(compile("\n".join(blocks), "docs/migration.md", "exec"), {})
