@@ -34,7 +34,8 @@ class ContextParallel:
         axis: name of the sequence's axis in a mesh of several dimensions.
         data: names of the mesh axes over which batches differ; losses and gradients are summed over them too. Other
             axes (tensor parallelism) are left alone.
-        **settings: keywords for every `ring_attention`: schedule, transport, backend, grad_dtype, validate, check.
+        **settings: keywords for every `ring_attention`: schedule, heads_degree, transport, backend,
+            grad_dtype, validate, check.
 
     Attributes:
         group: the process group of the sequence, None in a world of one.

@@ -143,5 +143,18 @@ def check_documents() -> None:
         assert_same(got, expected, kind)
 
 
+def check_schedules() -> None:
+    """Other ways of moving blocks, as settings of the model."""
+    batch = make_batch("gemma2")
+    expected = alone(make_model("gemma2", torch.float64), batch)
+    for settings in (dict(schedule="all_gather"), dict(schedule="direct"), dict(heads_degree=2)):
+        got = over_ranks(make_model("gemma2", torch.float64), batch, **settings)
+        assert_same(got, expected, str(settings))
+
+
+def test_schedules_are_settings():
+    run(check_schedules, 4, timeout=120)
+
+
 def test_packs_are_their_documents():
     run(check_documents, 2, timeout=120)

@@ -27,7 +27,7 @@ from ringattn.parallel import ContextParallel
 NAME = "ringattn"
 """Of the attention implementation, and of the keyword by which a model passes a `Context` down."""
 
-SETTINGS = ("schedule", "transport", "backend", "grad_dtype", "validate", "check")
+SETTINGS = ("schedule", "heads_degree", "transport", "backend", "grad_dtype", "validate", "check")
 LAYERS = ("full_attention", "sliding_attention")
 LOCAL_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that they see."""
