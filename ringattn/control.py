@@ -185,12 +185,18 @@ class Control:
         except StoreLost as error:
             ranks = ", ".join(map(str, self._awaited)) or "all"
             return (self._awaited or (None,))[0], f"{what} for something from rank {ranks} ({error})"
-        places = {rank: Place(**json.loads(said)) for rank, said in told.items() if said is not None}
-        places[self.rank] = self._place
+        said = {rank: json.loads(text) for rank, text in told.items() if text is not None}
+        awaited = {rank: entry.pop("awaited") for rank, entry in said.items()} | {self.rank: self._awaited}
+        places = {rank: Place(**entry) for rank, entry in said.items()} | {self.rank: self._place}
         silent = [rank for rank in range(self.world) if rank not in places]
         if silent:
             names = ", ".join(self._who(rank) for rank in silent)
             return silent[0], f"{what}, and there is no sign of {names}: dead, frozen, or busy outside the ring"
+        for rank, place in places.items():
+            for peer in awaited[rank] if place.phase == "waiting" else ():
+                if places[peer].is_past(place):
+                    left = f"{self._who(peer)} went on, {places[peer]}, without sending what rank {rank} needs, {place}"
+                    return peer, f"{what}; {left}"
         last = min(places, key=lambda rank: places[rank].order())
         if all(place.order() == places[last].order() for place in places.values()):
             return None, f"{what}, as every rank does: is the network between them down?"
@@ -221,7 +227,7 @@ class Control:
         return self.broken
 
     def _tell_place(self) -> None:
-        said = json.dumps(vars(self._place))
+        said = json.dumps(vars(self._place) | {"awaited": self._awaited})
         self._ask(lambda: self._store.set(f"{self._prefix}place/{self.rank}", said))
         self._told = True
 

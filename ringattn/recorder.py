@@ -45,6 +45,11 @@ class Place:
         """Sorts places by how far a rank has come."""
         return self.number, self.step, PHASES.index(self.phase)
 
+    def is_past(self, other: "Place") -> bool:
+        """Whether a rank here has ended the ring that one there is in."""
+        ended = self.number == other.number and self.step == self.steps
+        return self.number > other.number or (ended and self.phase in ("outside", "agreement"))
+
     def __str__(self) -> str:
         if self.phase == "outside":
             return (

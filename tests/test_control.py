@@ -54,6 +54,19 @@ def test_a_rank_without_a_sign_is_blamed_and_otherwise_the_one_that_is_behind():
         third.lap(6.0)
     assert caught.value.culprit == 1
 
+    first, second, third = group()
+    first.mark(ring(0, 5), 3, "waiting", (1,))
+    second.mark(ring(1, 5), 4, "waiting")
+    second.enter("agreement")
+    third.mark(ring(2, 5), 3, "waiting", (0,))
+    for control in (first, second, third):
+        control.lap(2.0)
+    with pytest.raises(
+        RingError, match="rank 1 .*went on, in the agreement before ring 6, without.*rank 0 needs"
+    ) as caught:
+        third.lap(6.0)
+    assert caught.value.culprit == 1
+
     everyone = group()
     for control in everyone:
         control.mark(ring(control.rank, 5), 1, "waiting")
