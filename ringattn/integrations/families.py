@@ -31,8 +31,7 @@ _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 _LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
 _ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16)
 _LONGROPE = dict(
-    rope_type="longrope",
-    type="longrope",  # the name before transformers 5
+    type="longrope",  # "rope_type" is refused before transformers 5
     short_factor=[1.0] * 4,
     long_factor=[4.0, 3.0, 2.0, 1.0],
 )
