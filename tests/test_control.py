@@ -110,4 +110,4 @@ def test_helpers_end_with_their_owner():
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # helpers of earlier tests may end here too
