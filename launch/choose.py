@@ -13,7 +13,7 @@ from pathlib import Path
 from ringattn.heads import check_heads
 from ringattn.layout import shard_sizes
 from ringattn.mask import Band
-from ringattn.schedule import SCHEDULES, Schedule, Step, Transfer, make_schedule
+from ringattn.schedule import SCHEDULES, Schedule, Step, make_schedule
 
 LINKS = ("node", "network")
 """Kinds of links: between cards of one node, and between nodes."""
@@ -187,14 +187,8 @@ def _bytes_by_link(shape: Shape, rank: int, step: Step, degree: int, width: int,
     for transfers, itemsize in ((step.sends, shape.itemsize), (step.grad_sends, 4)):
         for t in transfers:
             same = rank * degree // shape.cards == t.peer * degree // shape.cards
-            count[LINKS[0] if same else LINKS[1]] += _tokens(t, sizes) * width * itemsize
+            count[LINKS[0] if same else LINKS[1]] += t.tokens(sizes) * width * itemsize
     return count
-
-
-def _tokens(transfer: Transfer, sizes: Sequence[int]) -> int:
-    if transfer.rows is None:
-        return sizes[transfer.block]
-    return sum(end - begin for begin, end in transfer.rows)
 
 
 def _swap_seconds(

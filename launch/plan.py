@@ -160,17 +160,11 @@ def traffic(
     """
 
     def sent(transfers: Sequence[Transfer], size: int) -> int:
-        return sum(size * max(width * _tokens(transfer, sizes), 1) for transfer in transfers)
+        return sum(size * max(width * transfer.tokens(sizes), 1) for transfer in transfers)
 
     forward = sum(sent(step.sends, itemsize) for step in schedule.forward)
     backward = sum(sent(step.sends, itemsize) + sent(step.grad_sends, grad_itemsize) for step in schedule.backward)
     return forward, backward
-
-
-def _tokens(transfer: Transfer, sizes: Sequence[int]) -> int:
-    if transfer.rows is None:
-        return sizes[transfer.block]
-    return sum(end - begin for begin, end in transfer.rows)
 
 
 def describe(options: argparse.Namespace) -> Iterator[str]:

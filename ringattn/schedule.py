@@ -43,6 +43,10 @@ class Transfer:
     into: int | None = None
     into_at: int = 0
 
+    def tokens(self, sizes: Sequence[int]) -> int:
+        """Number of tokens that travel, given how many each rank holds."""
+        return sizes[self.block] if self.rows is None else sum(end - begin for begin, end in self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:
